@@ -176,7 +176,8 @@ class Checkpointer(ReadonlyRoot):
             A future of the published path.
 
         Raises:
-            InvalidInputError: an argument or a tensor cannot be used; on all ranks, as all errors here.
+            InvalidInputError: an argument or a tensor cannot be used, or what several ranks hold is not the same on all
+                of them; on all ranks, as all errors here.
             InvalidTypeError: likewise; also for a model that mixes kinds of adapters.
             StepExistsError: the step is published.
             StepOrderError: the step is below the newest.
@@ -240,7 +241,8 @@ class Checkpointer(ReadonlyRoot):
 
         Args:
             step: a whole number of at least 0, above every published step.
-            state_dict: nested, of tensors, DTensors and other objects, as `torch.distributed.checkpoint` takes it.
+            state_dict: nested, of tensors, DTensors and other objects, as `torch.distributed.checkpoint` takes it. One
+                rank saves what several hold: objects and tensors of up to 64 KiB have to be the same on all of them.
             extra: values of the run (step, epoch, consumed tokens), the same on all ranks; JSON.
             rank_extra: state of this rank alone, such as its random generators.
             staging: as for `save_hf`.

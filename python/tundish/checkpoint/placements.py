@@ -19,8 +19,6 @@ from typing import Any
 from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["RankPart", "Run", "check_placement", "is_sharded_over_ranks", "rank_parts_of", "rectangles"]
-
 Run = tuple[int, int]
 
 

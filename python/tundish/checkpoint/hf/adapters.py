@@ -41,16 +41,6 @@ from tundish.checkpoint.tensors import (
 )
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
-__all__ = [
-    "Adapter",
-    "Adapters",
-    "adapters_of",
-    "holds_adapters",
-    "load_adapters",
-    "refuse_encoded",
-    "refuse_mixed",
-]
-
 _logger = logging.getLogger("tundish.checkpoint")
 
 _WEIGHTS = "adapter_model.safetensors"

@@ -22,18 +22,6 @@ from torch.utils import _pytree
 from tundish.checkpoint.tensors import DTYPES, TensorSpec, check_name, is_fp8, refuse_repeated
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = [
-    "Conversion",
-    "ConversionUnit",
-    "Convert",
-    "ToHf",
-    "cast_products",
-    "identity_conversion",
-    "join_conversions",
-    "reverting_conversion",
-    "to_hf_conversion",
-]
-
 ToHf = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 Convert = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 

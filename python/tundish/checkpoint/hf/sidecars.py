@@ -25,8 +25,6 @@ from tundish.checkpoint.hf.transformers import save_settings, set_dtype
 from tundish.checkpoint.write_plan import SmallFile
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_type
 
-__all__ = ["Sidecars", "collect_sidecars"]
-
 # Weights and trainer states, in the formats in which they lie beside a config.
 _WEIGHTS = (
     ".safetensors",
