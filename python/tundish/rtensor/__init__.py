@@ -28,10 +28,10 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
+    from tundish._native import RTensor
     from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, RayBackend, set_backend
     from tundish.rtensor.controller import Controller, Drained
     from tundish.rtensor.handles import (
-        RTensor,
         TensorShardInfo,
         collect_shards,
         dumps,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, Self
 
-from tundish._native import ShardStore, shard_ids
+from tundish._native import RTensor, ShardStore, shard_ids
 from tundish.daemon_thread import DaemonThread
 from tundish.distributed import voter_of
 from tundish.errors import (
@@ -34,7 +34,7 @@ from tundish.errors import (
     format_list,
     format_type,
 )
-from tundish.rtensor.handles import RTensor, by_owner, handles_of, required_handles
+from tundish.rtensor.handles import by_owner, handles_of, required_handles
 from tundish.rtensor.monitoring import entries_left, integer_in, warn_of_escaped
 from tundish.rtensor.server import next_step_number, server_address, split_address, state, trust_workers
 from tundish.rtensor.steps import Step

@@ -113,7 +113,7 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
 class _RefusedError(Exception):
     """An object that cannot be serialized, and the path to it from the inside out."""
 
-    def __init__(self, kind: type[InvalidInputError] | type[InvalidTypeError], reason: str) -> None:
+    def __init__(self, kind: type[Exception], reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
         self.reason = reason

@@ -321,7 +321,7 @@ def _read_pem(path: str | os.PathLike[str], what: str) -> bytes:
 
 def _warn_of_tls(native: _native.ShardServer, tls: _Tls) -> None:
     """Warn of a certificate that clients refuse, and of a key that is no secret."""
-    certificate, key = map(os.fspath, tls)
+    certificate, key = os.fspath(tls[0]), os.fspath(tls[1])
     if native.certificate_problem is not None:
         _log.warning(
             "the server's certificate in %s is not valid now (%s): clients that trust its authority refuse it",
