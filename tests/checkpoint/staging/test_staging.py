@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import gc
-import os
-import signal
 import threading
 import time
 import weakref
@@ -17,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoint.exports import staged, write
+from support.interrupts import signal_once_waiting
 from torch import nn
 
 from tundish import _native
@@ -384,8 +383,7 @@ def test_a_step_waits_again_after_ctrl_c(gate: threading.Event) -> None:
     block = BufferCopy(buffer=buffer, places=[place], sources=[parameter.detach()], names=["w"])
     copy = LazyCopy([block], [optimizer])
     copy.start()
-    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+    interrupt = signal_once_waiting()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     interrupt.join()

@@ -371,9 +371,8 @@ def interrupted(rank: int, line: Line) -> None:
 def test_ctrl_c_is_told_to_the_others(tmp_path: Path) -> None:
     with Job(interrupted, 3, tmp_path) as job:
         assert job.hear(0) == ("building",)
-        time.sleep(0.3)
+        job.interrupt(0)
         sent = time.monotonic()
-        job.signal(0, signal.SIGINT)
         answers = job.hear_all()
         assert answers[0][0] == "KeyboardInterrupt"
         for kind, text, named, at in answers[1:]:
@@ -381,10 +380,9 @@ def test_ctrl_c_is_told_to_the_others(tmp_path: Path) -> None:
             assert text == "building the plan: rank 0 failed with KeyboardInterrupt"
             assert at - sent < NOTICED
         job.hear_all()
-        time.sleep(0.3)
         # In the vote itself, where the caller waits for others.
+        job.interrupt(1)
         sent = time.monotonic()
-        job.signal(1, signal.SIGINT)
         kind, _, _, at = job.hear(1)
         assert kind == "KeyboardInterrupt"
         assert at - sent < NOTICED

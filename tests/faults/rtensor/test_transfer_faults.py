@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.distributed.programs import PIPE, Program
+from support.interrupts import until_it_waits
 from support.rtensor import peer_functions
 from support.rtensor.peers import Peer, PeerError
 
@@ -248,7 +249,7 @@ def test_ctrl_c_ends_a_fetch_at_once() -> None:
             assert process.stdout is not None and process.stdout.readline() == "begin\n"
             connection, _ = silent.accept()
             with connection:
-                time.sleep(0.2)
+                until_it_waits(process.pid)
                 start = time.monotonic()
                 process.send_signal(signal.SIGINT)
                 assert process.stdout.readline() == "interrupted 0\n"

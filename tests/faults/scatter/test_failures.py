@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.interrupts import signal_once_waiting
 
 import tundish as td
 
@@ -217,7 +217,7 @@ def interrupted_receiver(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     a_step(rank, 0)
     if rank == 1:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        signal_once_waiting()
         begin = time.monotonic()
         assert outcome(lambda: td.scatter_batch(None))[0] == "KeyboardInterrupt"
         assert time.monotonic() - begin < 1
@@ -248,7 +248,7 @@ def interrupted_source(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     a_step(rank, 0)
     if rank == 0:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        signal_once_waiting()
         # Rank 1 reads nothing, so the source waits for room or for gloo.
         while (kind := outcome(lambda: a_step(0, 1))[0]) == "":
             pass

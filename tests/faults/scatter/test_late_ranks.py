@@ -6,9 +6,7 @@ Times are taken on the machine's monotonic clock, which all processes share.
 from __future__ import annotations
 
 import builtins
-import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.interrupts import signal_once_waiting
 
 import tundish as td
 
@@ -107,7 +106,7 @@ def source_that_leaves(rank: int, line: Line) -> None:
         # The queue to rank 1, which has read nothing, is full.
         for _ in range(2):
             assert outcome(lambda: td.scatter_batch([]))[0] == "InvalidInputError"
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        signal_once_waiting()
         assert outcome(lambda: td.scatter_batch([]))[0] == "KeyboardInterrupt"
         line.say("left")
     else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +107,7 @@ def test_a_batch_that_an_interrupted_source_changes_does_not_arrive_changed(tmp_
     with Job(changed_on_its_way, 3, tmp_path) as job:
         assert job.hear_all() == [("ready",)] * 3
         # While it waits for rank 1.
-        time.sleep(0.3)
-        job.signal(0, signal.SIGINT)
+        job.interrupt(0)
         kind, text, _ = job.hear(0)
         assert kind == "KeyboardInterrupt", text
         for rank in (1, 2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.interrupts import signal_once_waiting
 
 import tundish as td
 
@@ -48,7 +47,7 @@ def leaving_a_slow_loader(rank: int, line: Line) -> None:
             if how == "break":
                 del batches
             else:
-                threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+                signal_once_waiting()
                 assert outcome(lambda: next(batches))[0] == "KeyboardInterrupt"  # noqa: B023
             line.say(left)
             # The others hear of it once the loader has read on.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.interrupts import signal_once_waiting
 
 from tundish._native import ShardServer, WorkerClient
 from tundish.errors import InvalidInputError, TimedOutError, TransferError
@@ -110,9 +111,8 @@ def test_close_ends_a_request_of_another_thread(silent: socket.socket) -> None:
 
 def test_ctrl_c_ends_a_request(silent: socket.socket) -> None:
     client = WorkerClient(address(silent))
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     begin = time.monotonic()
+    timer = signal_once_waiting()
     with pytest.raises(KeyboardInterrupt):
         client.request("GET", "/health", timeout=60)
     assert time.monotonic() - begin < 5

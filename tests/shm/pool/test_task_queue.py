@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from support.interrupts import until_it_waits
 
 from tundish._native import TaskQueue, is_plain
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
@@ -302,7 +303,7 @@ def test_ctrl_c_ends_every_wait(wait):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        time.sleep(0.2)
+        until_it_waits(child.pid)
         begin = time.monotonic()
         os.kill(child.pid, signal.SIGINT)
         assert child.stdout.readline() == "interrupted\n"

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from support.distributed.rank_state import RankState, restored
+from support.interrupts import until_it_waits
 
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 _INIT_METHODS = {RANK0: "tcp://127.0.0.1:{}", LAUNCHER: "env://", FILE: "file://{}"}
@@ -39,7 +40,7 @@ _LEAVE = "leave"
 PATIENCE = 60.0  # time: what comes at all comes within this time
 _STARTING_SECONDS = 30.0
 # Slow imports of scenarios.
-_PRELOADED = [
+PRELOADED = [
     "hypothesis",
     "peft",
     "tabulate",
@@ -271,7 +272,7 @@ def end_idle() -> None:
 
 def preload() -> None:
     """Have the fork server import what takes long when it starts; one that runs already imports nothing any more."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 def settle() -> None:
@@ -368,6 +369,11 @@ class Job:
     def signal(self, rank: int, number: signal.Signals) -> None:
         self._signalled.add(rank)
         send_signal(self._ranks[rank].pid, number)
+
+    def interrupt(self, rank: int) -> None:
+        """Ctrl-C, once the main thread of `rank` waits for something."""
+        until_it_waits(self._ranks[rank].pid)
+        self.signal(rank, signal.SIGINT)
 
     def exit_code(self, rank: int) -> int | None:
         """With what `rank` ended; None where it did not."""

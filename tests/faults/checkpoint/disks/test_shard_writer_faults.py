@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.interrupts import until_it_waits
 
 MIB = 1 << 20
 PRELUDE = """
@@ -99,7 +100,7 @@ def test_ctrl_c_ends_the_wait_within_100_ms_and_the_writing_goes_on(folder: Path
     with started(script, folder) as process:
         with slot_taken(folder.parent):
             assert next_line(process) == "waiting\n"
-            time.sleep(0.3)
+            until_it_waits(process.pid)
             sent = time.monotonic()
             process.send_signal(signal.SIGINT)
             assert float(next_line(process)) - sent < 0.1

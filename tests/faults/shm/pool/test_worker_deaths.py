@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
+from support.interrupts import until_it_waits
 from support.shm.pool_helpers import each_method, until
 from support.shm.pool_programs import Program
 from support.soak import IS_SOAK
@@ -317,13 +318,12 @@ def test_the_death_of_the_parent_ends_every_worker_within_a_second(method: str, 
 
 @each_method
 def test_all_killed_at_once_leave_nothing(method: str, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     with Program(BUSY.format(method=method, then="time.sleep(600)"), tmp_path) as program:
         program.read_line()
         assert program.read_line() == "busy"
         os.killpg(program.group, signal.SIGKILL)
         program.expect_nobody(1)
-    assert {name for name in set(os.listdir("/dev/shm")) - before if str(program.group) in name} == set()
+    assert [name for name in os.listdir("/dev/shm") if f"-{program.group}-" in name] == []
 
 
 WAITS = {
@@ -342,7 +342,7 @@ def test_ctrl_c_ends_everything_with_one_traceback(method: str, wait: str, tmp_p
     with Program(BUSY.format(method=method, then=WAITS[wait]), tmp_path) as program:
         program.read_line()
         assert program.read_line() == "busy"
-        time.sleep(0.05)
+        until_it_waits(program.process.pid)
         os.killpg(program.group, signal.SIGINT)
         began = time.monotonic()
         out, errors = program.process.communicate(timeout=20)
@@ -364,7 +364,7 @@ futures[0].result()
 """
     with Program(script, tmp_path) as program:
         assert program.read_line() == "busy"
-        time.sleep(0.05)
+        until_it_waits(program.process.pid)
         os.killpg(program.group, signal.SIGINT)
         _, errors = program.process.communicate(timeout=10)
         assert errors.count("Traceback") == 1
