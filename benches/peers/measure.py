@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +17,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from processes import Program
+
 # Resident pages count if no file on a disk backs them: private memory and shared memory.
 COUNTED_FIELDS = ("RssAnon", "RssShmem")
 SAMPLING_SECONDS = 0.002
+
+
+class Seconds(float):
+    """The least of several times. `spread`: by what share of it the largest is more."""
+
+    spread: float = 0.0
+
+    @classmethod
+    def least(cls, times: list[float]) -> Seconds:
+        made = cls(min(times))
+        made.spread = max(times) / made - 1
+        return made
 
 
 @dataclass(frozen=True)
@@ -39,20 +50,20 @@ class OutputsDiffer(RuntimeError):
     """Two results that must be equal are not."""
 
 
-def race(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, float]:
+def race(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, Seconds]:
     """Return the minimum seconds of each contestant over interleaved rounds.
 
     Raises:
         OutputsDiffer: The digest of a contestant's result changed between rounds.
     """
-    seconds = {name: float("inf") for name in contestants}
+    times: dict[str, list[float]] = {name: [] for name in contestants}
     digests: dict[str, Any] = {}
     for _ in range(rounds):
         for name, contestant in contestants.items():
             contestant.prepare()
             begin = time.perf_counter()
             result = contestant.call()
-            seconds[name] = min(seconds[name], time.perf_counter() - begin)
+            times[name].append(time.perf_counter() - begin)
             digest = contestant.digest(result)
             # Freed here, so that no contestant's time includes freeing another's memory.
             del result
@@ -61,7 +72,7 @@ def race(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, float]
                 raise OutputsDiffer(
                     f"{name}: the result changed between rounds, from {digests[name]} to {digest}"
                 )
-    return seconds
+    return {name: Seconds.least(each) for name, each in times.items()}
 
 
 def counted_memory(process_id: int) -> int:
@@ -80,27 +91,18 @@ def run_child(request: Mapping[str, Any]) -> dict[str, Any]:
     The baseline is the child's memory when it prints "ready". This process samples the memory, because a sampling
     thread in the child would compete with the work for the GIL.
     """
-    child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "packing" / "pack_child.py"), json.dumps(request)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        assert child.stdin is not None and child.stdout is not None
-        if child.stdout.readline() != "ready\n":
-            raise RuntimeError(f"pack_child.py failed to start for {request}; see its error above")
-        baseline = counted_memory(child.pid)
-        peak = baseline
-        child.stdin.write("go\n")
-        child.stdin.flush()
-        # The child writes one line when it is done, so a readable pipe means that the work, or the child, has ended.
-        while not select.select([child.stdout], [], [], SAMPLING_SECONDS)[0]:
+    with Program(Path(__file__).parent / "packing" / "pack_child.py", json.dumps(request)) as child:
+        child.expect("ready")
+        baseline = peak = counted_memory(child.pid)
+
+        def look() -> None:
+            nonlocal peak
             peak = max(peak, counted_memory(child.pid))
-        reply = child.stdout.readline()
-    if child.returncode != 0:
-        raise RuntimeError(f"pack_child.py exited with {child.returncode} for {request}; see its error above")
-    return {**json.loads(reply), "peak": peak - baseline}
+
+        child.say("go")
+        reply = json.loads(child.hear(str(request), look, SAMPLING_SECONDS))
+        child.wait()
+    return {**reply, "peak": peak - baseline}
 
 
 def family(process: int) -> list[int]:

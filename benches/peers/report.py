@@ -1,33 +1,76 @@
 """Writes the tables of benches/RESULTS.md.
 
-Each part has a section between two markers. Writing a part leaves the rest of the file unchanged.
+The file begins with one table of the rows that users feel, taken from the sections below it. Each part has a section
+between two markers. Writing a part leaves the sections of the other parts unchanged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
+
+from measure import Seconds
 
 
-def markers(part: str) -> tuple[str, str]:
-    """Return the lines before and after the section of a part."""
-    return (
-        f"<!-- {part}, side by side in Python: begin; written by benches/peers/run.py -->",
-        f"<!-- {part}, side by side in Python: end -->",
-    )
+class Felt(NamedTuple):
+    """A row that users feel: patterns of its section's title, its case and its peer."""
+
+    title: str
+    case: str
+    peer: str
+
+
+# The first table, of at most 25 rows.
+FELT = (
+    Felt("Hard plan in memory, order given", "text, 10⁷", "chunked numpy .*"),
+    Felt("Hard plan in memory, order given", "text, 10⁷", "vectorised numpy"),
+    Felt("Hard plan in memory, order given", "text, 10⁷", "megatron-core .*"),
+    Felt("Best fit, whole plan", "text, 10⁶, .*", "TRL .*"),
+    Felt("Best fit, whole plan", "text, 10⁶, .*", "lightbinpack .*"),
+    Felt("Best fit, whole plan", "text, 10⁶, .*", "seqpacker .*"),
+    Felt("First batch of a packed Hugging Face dataset", "chat, .*", "TRL .*"),
+    Felt("Packs of a Hugging Face stream", "text, .*", "reading the stream alone"),
+    Felt("Balanced parts of one step", "chat, 10⁴, 64 parts", "verl .*"),
+    Felt("2.2 GB in 110 tensors, one rank", "stall, tundish save_hf", r"Tensor\.copy_"),
+    Felt("2.2 GB in 110 tensors, one rank", "stall, tundish save_hf, lazy", "DCP async_save, process.*"),
+    Felt("2.2 GB in 110 tensors, one rank", "durable, tundish save_hf", "bare direct writes"),
+    Felt(
+        "2.2 GB in 110 tensors, one rank, beside training",
+        "time lost, matrix products",
+        ".*, the best of them",
+    ),
+    Felt("2.2 GB in 110 tensors, two ranks .* a half each", "stall, tundish save_dcp", r"Tensor\.copy_"),
+    Felt("An empty task, 2 workers", "unchunked", "two-queue pool"),
+    Felt("Arrays as results, 2 workers", "16 MiB", "two-queue pool"),
+    Felt("1024.0 MiB on 8 ranks of a node", r"time, td\.shm\.node_shared", "one copy .*"),
+    Felt("Ranks of one node, through shared memory", "text, 4 ranks", "one isend per tensor"),
+    Felt("Ranks of one node, through shared memory", "VLM, 4 ranks", "one isend per tensor"),
+    Felt("Ranks of one node, beside Accelerate .*", "VLM, 4 ranks", "Accelerate's .*"),
+    Felt("Over the network: gloo .*", "VLM, 4 ranks", "one isend per tensor"),
+    Felt("Fetching over sockets, beside AReaL and pyzmq", "256 MB", "pyzmq"),
+    Felt("Fetching over sockets, beside AReaL and pyzmq", "256 × 64 KB", "AReaL's HTTP path"),
+    Felt("Fetching over sockets, beside AReaL and pyzmq", "256 × 64 KB", "pyzmq"),
+    Felt("Drains", ".*, by ids: a fetch meanwhile", "AReaL"),
+)
+_FELT_MARKERS = (
+    "<!-- rows that users feel: begin; written by benches/peers/run.py -->",
+    "<!-- rows that users feel: end -->",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure. `met` is None if there is no target."""
+    """One figure. `peer` is another library, or a limit of the machine; `spread` is that of our times."""
 
     case: str
     ours: str
     peer: str
     peers: str
     figure: str
-    target: str = "–"
-    met: bool | None = None
+    spread: str = "–"
 
 
 @dataclass(kw_only=True)
@@ -68,28 +111,27 @@ def count(samples: int) -> str:
     return "10" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(len(digits) - 1))
 
 
-def times_faster(
-    case: str, ours: float, peer: str, peers: float, *, samples: int, at_least: float | None = None
+def compared(
+    case: str,
+    ours: float,
+    peer: str,
+    peers: float,
+    *,
+    samples: int | None = None,
+    show: Callable[[float], str] = duration,
 ) -> Row:
-    """Return a row that compares two times in seconds. `at_least` is the target ratio."""
-    ratio = peers / ours
+    """Return a row with how many times as long as ours a peer takes; with `samples`, our nanoseconds for each too."""
     return Row(
         case=case,
-        ours=f"{duration(ours)} ({ours / samples * 1e9:.3g} ns)",
+        ours=show(ours) if samples is None else f"{show(ours)} ({ours / samples * 1e9:.3g} ns)",
         peer=peer,
-        peers=duration(peers),
-        figure=f"{ratio:.3g}×",
-        target="–" if at_least is None else f"≥ {at_least:g}×",
-        met=None if at_least is None else ratio >= at_least,
+        peers=show(peers),
+        figure=f"{peers / ours:.3g}×",
+        spread=f"{ours.spread:.0%}" if isinstance(ours, Seconds) else "–",
     )
 
 
-COLUMNS = ("case", "tundish", "against", "its figure", "figure", "target", "met")
-MET = {None: "–", True: "yes", False: "**no**"}
-
-
-def _cells(row: Row) -> list[str]:
-    return [row.case, row.ours, row.peer, row.peers, row.figure, row.target, MET[row.met]]
+COLUMNS = ("case", "tundish", "against", "its figure", "figure", "spread")
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -101,29 +143,70 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def render(part: str, sections: list[Section], machine: list[tuple[str, str]], rounds: str) -> str:
     """Format the section of a part."""
-    judged = [
-        [section.title, *_cells(row)] for section in sections for row in section.rows if row.met is not None
-    ]
     parts = [
         f"# {part.capitalize()}, side by side in Python",
-        "Written by `make bench` from one run; not edited by hand. " + rounds,
+        f"Written by `make bench` from one run; not edited by hand. {rounds} The spread is by how much the longest of "
+        "our times is more than the shortest.",
         _table(["machine", ""], [list(pair) for pair in machine]),
     ]
-    if judged:
-        parts += ["## Targets", _table(["measure", *COLUMNS], judged)]
     for section in sections:
         parts += [f"## {section.title}", section.note]
         if section.rows:
-            parts.append(_table(list(COLUMNS), [_cells(row) for row in section.rows]))
+            cells = [[getattr(row, column.name) for column in fields(row)] for row in section.rows]
+            parts.append(_table(list(COLUMNS), cells))
     return "\n\n".join(parts) + "\n"
 
 
 def write(path: Path, part: str, rendered: str) -> None:
-    """Replace the section of `part` in `path` with `rendered`. Creates the file if it does not exist."""
-    begin, end = markers(part)
-    earlier = path.read_text() if path.exists() else ""
-    before, marker, rest = earlier.partition(begin)
+    """Replace the section of `part` in `path` with `rendered`, and the first table. Creates a file that is missing."""
+    text = path.read_text() if path.exists() else ""
+    text = _replaced(text, *_FELT_MARKERS, "")
+    text = _replaced(text, *markers(part), rendered)
+    path.write_text("\n".join([_FELT_MARKERS[0], felt(text), _FELT_MARKERS[1], "", text.lstrip("\n")]))
+
+
+def markers(part: str) -> tuple[str, str]:
+    """Return the lines before and after the section of a part."""
+    return (
+        f"<!-- {part}, side by side in Python: begin; written by benches/peers/run.py -->",
+        f"<!-- {part}, side by side in Python: end -->",
+    )
+
+
+def _replaced(text: str, begin: str, end: str, new: str) -> str:
+    """`text` with `new` between two markers, at its end where it had none; without the markers where `new` is empty."""
+    before, marker, rest = text.partition(begin)
     if not marker and before:
         before = before.rstrip("\n") + "\n\n"
-    after = rest.partition(end)[2]
-    path.write_text(f"{before}{begin}\n{rendered}{end}\n{after.removeprefix(chr(10))}")
+    after = rest.partition(end)[2].removeprefix("\n")
+    return f"{before}{begin}\n{new}{end}\n{after}" if new else before + after
+
+
+def felt(text: str) -> str:
+    """Return the table of the rows that users feel, from the sections in `text`, and the machines they ran on."""
+    found: dict[Felt, list[str]] = {}
+    machines: dict[str, list[str]] = {}
+    part = title = ""
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = line.removeprefix("| ").removesuffix(" |").split(" | ") if line.startswith("| ") else []
+        if line.startswith("# "):
+            part = line[2:].partition(",")[0]
+        elif line.startswith("## "):
+            title = line[3:]
+        elif cells[:1] == ["Processor"]:
+            machines.setdefault(cells[1], []).append(part)
+        elif not cells:
+            columns = []
+        elif not columns:
+            columns = cells
+        elif columns[0] == "case" and len(cells) == len(columns):
+            row = dict(zip(columns, cells, strict=True))
+            texts = title, row["case"], row.get("against", "–")
+            for one in FELT:
+                if all(map(re.fullmatch, one, texts)):
+                    found[one] = [title, *(row.get(column, "–") for column in COLUMNS)]
+    said = "; ".join(f"{', '.join(parts)}: {processor}" for processor, parts in machines.items())
+    rows = [found[one] for one in FELT if one in found]
+    table = [_table(["measure", *COLUMNS], rows)] if rows else []
+    return "\n\n".join(["# What users feel", f"Rows of the sections below. {said}.", *table])

@@ -6,7 +6,7 @@
     python benches/peers/run.py --quick         small inputs, as a smoke test; prints it
 
 A missing peer, or outputs that differ, fail the run and leave RESULTS.md unchanged. Only a full run of a part writes
-its section, so all figures of a part come from one run. An unmet target is reported and is not an error.
+its section, so all figures of a part come from one run. The first table is made anew from all sections.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ MEASURES = {
         "stream",
         "published",
         "shuffle",
-        "lookup",
         "lengths",
         "balance",
         "curve",
     ),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
-    "scatter": ("local", "gloo", "peers", "tree", "overlap", "worlds", "nodes"),
+    "scatter": ("local", "gloo", "peers", "overlap", "worlds", "nodes"),
     "rtensor": ("sockets", "transports", "ray", "stores", "memory", "beside", "drains", "handles"),
 }
 PACKAGES = {
@@ -79,7 +78,6 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     from packing.balance.cases import balance
     from packing.cases import Scale, hard_plan, published, shuffle
     from packing.lengths_case import lengths
-    from packing.lookup_case import lookup
     from packing.size_curve_case import curve
     from packing.whole.cases import best_fit, costs, ordered
     from packing.whole.hugging_face import first_batch
@@ -89,7 +87,6 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
         curve_samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7, 10**8),
         least_rounds=2 if quick else 5,
-        batches=4 if quick else 50,
         folder=folder,
     )
     summary = f"Each time is the minimum of at least {scale.least_rounds} rounds. Each round runs every library once."
@@ -102,7 +99,6 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "stream": lambda: [stream(scale)],
         "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],
-        "lookup": lambda: [lookup(scale)],
         "lengths": lambda: [lengths(scale)],
         "balance": lambda: [balance(scale)],
         "curve": lambda: curve(scale),
@@ -128,8 +124,6 @@ def checkpoint_measures(
             small="tiny",
             rounds=1,
             saves=1,
-            turns=1,
-            judges=False,
         )
     summary = (
         f"Each time is the minimum of {plan.rounds * plan.saves} saves. Each of {plan.rounds} rounds runs every "
@@ -161,7 +155,6 @@ def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], S
             ranks=2,
             node_bytes=8 << 20,
             node_rounds=1,
-            judges=False,
         )
     summary = (
         "Each time is the minimum of at least "
@@ -179,22 +172,19 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     from scatter.cases import Plan, measure
     from scatter.nodes_case import nodes
     from scatter.overlap_case import overlap
-    from scatter.tree_case import tree
 
     plans = {
         "local": Plan(),
         "gloo": Plan(),
         "peers": Plan(worlds=(4,), rounds={"VLM": 3}),
-        "tree": Plan(rounds={"deep": 10, "many": 10}, repeats=20),
         "overlap": Plan(worlds=(2,), rounds={"text": 5, "VLM": 3, "nested": 5}, repeats=20),
         "worlds": Plan(worlds=(2, 4, 8, 16), rounds={"text": 5, "small VLM": 3}),
         "nodes": Plan(worlds=(4,), rounds={"text": 5, "VLM": 2, "many": 5, "nested": 5}, repeats=3),
     }
     if quick:
-        plan = Plan(worlds=(2,), rounds={"text": 2, "many": 2, "nested": 2}, repeats=2, judges=False)
+        plan = Plan(worlds=(2,), rounds={"text": 2, "many": 2, "nested": 2}, repeats=2)
         plans = dict.fromkeys(plans, plan) | {
             "peers": dataclasses.replace(plan, rounds={"text": 2}),
-            "tree": dataclasses.replace(plan, rounds={"deep": 2}),
         }
     repeats = min(plan.repeats for plan in plans.values())
     rounds = min(min(plan.rounds.values()) for plan in plans.values())
@@ -208,7 +198,7 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     }
     measures |= {
         name: lambda name=name, take=take: [take(plans[name])]
-        for name, take in {"tree": tree, "overlap": overlap, "nodes": nodes}.items()
+        for name, take in {"overlap": overlap, "nodes": nodes}.items()
     }
     return {name: measures[name] for name in MEASURES["scatter"]}, summary
 
@@ -230,7 +220,8 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             contestants=("AReaL", "pyzmq"),
             fetches=10,
             seconds=5.0,
-            judges=False,
+            drained=(10**4, 10**3),
+            handles=10**3,
         )
     summary = (
         f"Each time is the minimum of {plan.rounds} rounds. Each round runs every library in its own processes: "
@@ -264,7 +255,7 @@ PARTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Bench tundish against its peers.")
-    parser.add_argument("--quick", action="store_true", help="small inputs, few rounds, no targets")
+    parser.add_argument("--quick", action="store_true", help="small inputs, few rounds")
     parser.add_argument(
         "--part", choices=tuple(PARTS), help="one part; leaves the other sections of RESULTS.md unchanged"
     )

@@ -19,10 +19,10 @@ MODULES = {
     "report": "report",
     "distributions": "packing.distributions",
     "numpy_forms": "packing.numpy_forms",
-    "processes": "checkpoint.processes",
+    "processes": "processes",
+    "checkpoint_processes": "checkpoint.processes",
     "state": "checkpoint.state",
     "contestants": "shm.contestants",
-    "pools": "shm.processes",
     "rtensor_processes": "rtensor.processes",
     "rtensor_tensors": "rtensor.tensors",
     "scatter_batches": "scatter.batches",
@@ -30,12 +30,11 @@ MODULES = {
     "scatter_namespaces": "scatter.network_namespaces",
     "scatter_nodes": "scatter.nodes_case",
     "scatter_overlap": "scatter.overlap_case",
-    "scatter_tree": "scatter.tree_case",
     "timing": "shm.timing",
     "two_queues": "shm.contestants.two_queues",
     "two_queue_pool": "shm.two_queue_pool",
 }
-TOP_LEVEL = ("checkpoint", "measure", "packing", "report", "rtensor", "scatter", "shm")
+TOP_LEVEL = ("checkpoint", "measure", "packing", "processes", "report", "rtensor", "scatter", "shm")
 
 
 @pytest.fixture(scope="module")
@@ -60,5 +59,4 @@ def warm_programs(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> No
         return Program(command[1:], text=text, **settings)
 
     warm = SimpleNamespace(**vars(subprocess) | {"Popen": started})
-    for module in (bench.processes, bench.pools, bench.rtensor_processes):
-        monkeypatch.setattr(module, "subprocess", warm)
+    monkeypatch.setattr(bench.processes, "subprocess", warm)

@@ -23,7 +23,7 @@ CONTESTANTS = [
 def test_a_way_of_saving_is_timed_and_compared(
     bench: SimpleNamespace, tmp_path: Path, contestant: str, world: int, sharded: bool
 ) -> None:
-    reply = bench.processes.run_ranks(saving(tmp_path, contestant, world, sharded), threads=1)
+    reply = bench.checkpoint_processes.run_ranks(saving(tmp_path, contestant, world, sharded), threads=1)
     assert reply["differing"] == []
     assert len(reply["stall"]) == len(reply["durable"]) == 2
     for stall, durable in zip(reply["stall"], reply["durable"], strict=True):
@@ -38,7 +38,7 @@ def test_copies_are_timed_between_saves_and_compared(
     bench: SimpleNamespace, tmp_path: Path, contestant: str, world: int, sharded: bool
 ) -> None:
     request = saving(tmp_path, contestant, world, sharded) | {"beside": ["copy", "bytes"]}
-    reply = bench.processes.run_ranks(request, threads=1)
+    reply = bench.checkpoint_processes.run_ranks(request, threads=1)
     assert reply["differing"] == []
     assert {contestant: len(stalls) for contestant, stalls in reply["beside"].items()} == {
         "copy": 2,
@@ -47,18 +47,10 @@ def test_copies_are_timed_between_saves_and_compared(
     assert all(stall > 0 for stalls in reply["beside"].values() for stall in stalls)
 
 
-def test_ways_of_saving_take_turns_in_one_process(bench: SimpleNamespace, tmp_path: Path) -> None:
-    request = saving(tmp_path, "hf", 1, False) | {"in_turn": ["hf unsummed"], "rounds": 3}
-    reply = bench.processes.run_ranks(request, threads=1)
-    assert reply["differing"] == []
-    assert len(reply["durable"]) == len(reply["in_turn"]["hf unsummed"]) == 3
-    assert not list((tmp_path / "saves").rglob("*.safetensors"))
-
-
 def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path: Path) -> None:
     loops = ["matrix products", "400 tiny operations"]
     request = saving(tmp_path, "hf", 1, False) | {"loops": loops, "rounds": 1}
-    reply = bench.processes.run_ranks(request, threads=1)
+    reply = bench.checkpoint_processes.run_ranks(request, threads=1)
     for loop in loops:
         (lost,) = reply["lost"][loop]
         assert lost["base"] > 0
@@ -71,8 +63,8 @@ def test_a_rank_that_fails_is_told_of(bench: SimpleNamespace, tmp_path: Path) ->
     # Where the contestant wants to make a folder is a file.
     request = saving(tmp_path, "safetensors", 1, False)
     (tmp_path / "saves").write_text("")
-    with pytest.raises(RuntimeError, match=r"(?s)safetensors: it ended with 1.*FileExistsError"):
-        bench.processes.run_ranks(request, threads=1)
+    with pytest.raises(RuntimeError, match=r"(?s)child.py: .*ended with 1.*FileExistsError"):
+        bench.checkpoint_processes.run_ranks(request, threads=1)
 
 
 def test_a_save_that_is_no_copy_is_found_out(bench: SimpleNamespace) -> None:
@@ -98,6 +90,5 @@ def saving(folder: Path, contestant: str, world: int, sharded: bool) -> dict[str
         "rounds": 2,
         "compare": True,
         "beside": [],
-        "in_turn": [],
         "loops": [],
     }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,37 +62,8 @@ def test_forms_agree_over_several_chunks(bench: SimpleNamespace) -> None:
             np.testing.assert_array_equal(arrays[field], expected[field])
 
 
-def test_look_up_agrees_on_published_arrays(bench: SimpleNamespace, tmp_path: Path) -> None:
-    lengths = bench.distributions.draw_lengths(500, bench.distributions.CHAT)
-    order = bench.distributions.draw_order(500)
-    plan = td.pack(lengths, 1000, order=order)
-    bench.numpy_forms.publish(plan.arrays(), tmp_path / "plan")
-    pack_ids = np.array([len(plan) - 1, 0, 3, 3])
-    found = bench.numpy_forms.look_up(bench.numpy_forms.map_again(tmp_path / "plan"), pack_ids)
-    batch = plan.lookup(pack_ids)
-    assert [dataset for dataset, _, _, _ in found] == batch.dataset_id.tolist()
-    assert np.cumsum([0, *(len(samples) for _, samples, _, _ in found)]).tolist() == batch.piece_cu.tolist()
-    for column, name in ((1, "sample"), (2, "start")):
-        assert [value for pack in found for value in pack[column]] == getattr(batch, name).tolist()
-    for pack, (_, samples, starts, stops) in zip(pack_ids.tolist(), found, strict=True):
-        whole = [lengths[sample] if stop == -1 else stop for sample, stop in zip(samples, stops, strict=True)]
-        assert sum(whole) - sum(starts) == 1000
-        assert len(plan[pack].pieces) == len(samples)
-
-
 def test_lengths_on_disk_are_those_in_memory(bench: SimpleNamespace, tmp_path: Path) -> None:
     bench.distributions.write_lengths(tmp_path / "lengths.npy", 1000, bench.distributions.CHAT)
     written = np.load(tmp_path / "lengths.npy")
     np.testing.assert_array_equal(written, bench.distributions.draw_lengths(1000, bench.distributions.CHAT))
     assert written.min() >= 1 and written.max() <= 32768
-
-
-def test_tundish_and_both_forms_are_timed_in_the_process_that_keeps_memory(bench: SimpleNamespace) -> None:
-    child = Path(bench.numpy_forms.__file__).with_name("warm_heap_child.py")
-    done = subprocess.run(
-        [sys.executable, child, "2000", "1", "900"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    seconds = json.loads(done.stdout)
-    assert seconds.keys() == {"tundish", "loop", "vectorised"}
-    assert min(seconds.values()) > 0

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+SHM = Path(__file__).resolve().parents[2] / "benches" / "peers" / "shm"
+
 
 @pytest.mark.parametrize("contestant", ["ours", "queues", "executor shared", "torch"])
 def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, contestant: str) -> None:
-    reply = bench.pools.run_pool(pooling(contestant, "fork", ["tasks", "results", "binding", "readers"]))
+    reply = run_pool(bench, pooling(contestant, "fork", ["tasks", "results", "binding", "readers"]))
     for measure, names in {
         "tasks": ("each", "chunked", "one"),
         "results": ("large", "small"),
@@ -28,7 +30,7 @@ def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, contestant:
 
 
 def test_the_floors_of_pools_are_taken(bench: SimpleNamespace) -> None:
-    reply = bench.pools.run_pool(pooling("floors", "", ["floors", "bare workers"]))
+    reply = run_pool(bench, pooling("floors", "", ["floors", "bare workers"]))
     assert all(0 < seconds < 1 for name in reply["floors"] for seconds in reply["floors"][name])
     # The memory of numpy in two processes.
     assert 2 * 4 * 2**20 < reply["bare workers"]["held"][0] < 2 * 64 * 2**20
@@ -79,7 +81,8 @@ def test_the_two_queue_pool_brings_errors_and_removes_its_blocks(bench: SimpleNa
 def test_ranks_share_an_array_and_are_weighed(bench: SimpleNamespace) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as folder:
         request = {"array_bytes": 32 << 20, "forms": ["file", "ours"], "folder": folder}
-        replies = bench.pools.run_ranks(request, ranks=2)
+        environments = bench.processes.rank_environments(2)
+        replies = bench.processes.run_programs(SHM / "node_child.py", request, environments)
         assert not list(Path(folder).iterdir())
     assert replies[0]["copy"] > 0
     for form in ("file", "ours"):
@@ -89,8 +92,13 @@ def test_ranks_share_an_array_and_are_weighed(bench: SimpleNamespace) -> None:
 
 
 def test_a_pool_that_fails_is_told_of(bench: SimpleNamespace) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)child.py ended with 1.*KeyError: 'nobody'"):
-        bench.pools.run_pool(pooling("nobody", "fork", ["tasks"]))
+    with pytest.raises(RuntimeError, match=r"(?s)child.py: .* ended with 1.*KeyError: 'nobody'"):
+        run_pool(bench, pooling("nobody", "fork", ["tasks"]))
+
+
+def run_pool(bench: SimpleNamespace, request: dict[str, Any]) -> Any:
+    [reply] = bench.processes.run_programs(SHM / "child.py", request)
+    return reply
 
 
 def pooling(contestant: str, method: str, measures: list[str]) -> dict[str, Any]:

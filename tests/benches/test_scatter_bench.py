@@ -21,13 +21,12 @@ pytestmark = pytest.mark.usefixtures("warm_programs")
 )
 def test_methods_are_timed_and_agree(bench: SimpleNamespace, name: str, others: list[str]) -> None:
     kinds = ["text", "nested"] if name in ("local", "gloo") else ["text"]
-    plan = bench.scatter_cases.Plan(
-        worlds=(2,), rounds=dict.fromkeys(kinds, 1), judges=False, others=tuple(others)
-    )
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds=dict.fromkeys(kinds, 1), others=tuple(others))
     [section] = bench.scatter_cases.measure(name, plan)
     cases = [row.case for row in section.rows if "itself" not in row.case]
     assert cases == [f"{kind}, 2 ranks" for kind in kinds for _ in others]
-    assert {row.met for row in section.rows} == {None}
+    # Of several times the least is taken.
+    assert all(row.spread.endswith("%") for row in section.rows)
 
 
 def test_the_kinds_of_batches_are_as_large_as_they_say(bench: SimpleNamespace) -> None:
@@ -42,14 +41,8 @@ def test_the_kinds_of_batches_are_as_large_as_they_say(bench: SimpleNamespace) -
     assert counts["nested"] == 194
 
 
-def test_trees_are_timed_and_agree(bench: SimpleNamespace) -> None:
-    plan = bench.scatter_cases.Plan(rounds={"deep": 1, "nested": 1}, repeats=1, judges=False)
-    section = bench.scatter_tree.tree(plan)
-    assert [row.case.partition(",")[0] for row in section.rows] == ["deep", "deep", "nested", "nested"]
-
-
 def test_waits_beside_a_step_are_measured(bench: SimpleNamespace) -> None:
-    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"nested": 1}, repeats=3, judges=False)
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"nested": 1}, repeats=3)
     waits, products = bench.scatter_overlap.overlap(plan).rows
     assert waits.figure.endswith("% of the step")
     assert 0.5 < float(products.figure.removesuffix("×")) < 50
@@ -58,7 +51,7 @@ def test_waits_beside_a_step_are_measured(bench: SimpleNamespace) -> None:
 def test_two_nodes_are_joined_by_a_slow_link_or_left_out(
     bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"text": 1}, repeats=1, judges=False)
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"text": 1}, repeats=1)
     section = bench.scatter_nodes.nodes(plan)
     said = capsys.readouterr().err
     if "left out" in said:

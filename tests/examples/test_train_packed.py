@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.distributed.programs import DEVNULL, PIPE, Program, run
+from tokenizers import Tokenizer
 
 import tundish as td
 

@@ -11,11 +11,9 @@ import dataclasses
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +31,8 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-COMMANDS = ("tundish", "python")
+# What follows `python` on its command line, by the command of a page.
+COMMANDS = {"tundish": ["-m", "tundish"], "python": []}
 
 
 class Block(NamedTuple):
@@ -63,12 +62,10 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
 
 
 def run_console(block: Block, page: Path) -> None:
-    binaries = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
     for offset, line in enumerate(block.text.replace("\\\n", "").splitlines()):
         command = shlex.split(line.removeprefix("$ "), comments=True)
         if line.startswith("$ ") and command[0] in COMMANDS:
-            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            ran = run([*COMMANDS[command[0]], *command[1:]])
             assert ran.returncode == 0, f"{page}:{block.line + offset}: {line}\n{ran.stdout}{ran.stderr}"
 
 

@@ -2,9 +2,6 @@
 
 In each round each contestant saves in new processes, one after the other. So all meet the same drift of the machine.
 A row takes the least of all rounds on both sides. The first round reads every save back and compares it bit for bit.
-
-Checksums take less time than a disk varies by from one process to the next. So saves with and without them alternate in
-one process, and their medians are compared.
 """
 
 from __future__ import annotations
@@ -17,15 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure import OutputsDiffer
-from report import Row, Section, duration, size
+from measure import OutputsDiffer, Seconds
+from report import Row, Section, compared, duration, size
 
 from checkpoint.contestants import CONTESTANTS
 from checkpoint.processes import run_ranks
 from checkpoint.state import WORKLOADS
 from checkpoint.training import LOOPS
-
-__all__ = ["Plan", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +33,24 @@ class Plan:
     small: str = "small"
     rounds: int = 2
     saves: int = 2
-    turns: int = 8
-    judges: bool = True
 
 
 @dataclass(kw_only=True)
 class Figures:
     """Seconds and bytes of one contestant, over all rounds."""
 
-    stall: float = float("inf")
-    durable: float = float("inf")
+    stalls: list[float] = field(default_factory=list)
+    durables: list[float] = field(default_factory=list)
     memory: int = 0
     lost: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
+    @property
+    def stall(self) -> Seconds:
+        return Seconds.least(self.stalls)
 
-@dataclass(kw_only=True)
-class ChecksumTimes:
-    """Seconds until each save was durable, with and without checksums."""
-
-    summed: list[float] = field(default_factory=list)
-    unsummed: list[float] = field(default_factory=list)
+    @property
+    def durable(self) -> Seconds:
+        return Seconds.least(self.durables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,6 @@ class Group:
     Attributes:
         beside: copies, timed between our saves in the same process: their speed depends on where its memory lies.
         looping: contestants that also save beside training.
-        sums: whether to measure the time of checksums.
     """
 
     title: str
@@ -77,7 +69,6 @@ class Group:
     contestants: tuple[str, ...]
     beside: tuple[str, ...] = ("copy", "bytes")
     looping: tuple[str, ...] = ()
-    sums: bool = False
 
 
 _ALONE = (
@@ -107,12 +98,6 @@ _SHARDED = (
     "nvrx",
 )
 
-# The floors: least ratios of another contestant to tundish, and most seconds.
-_COPY_OVER_STALL = 1.0
-_LAZY_SECONDS = 0.003
-_WRITES_OVER_DURABLE = 1 / 1.15
-_LOST_OVER = 3.0
-
 
 def _groups(plan: Plan) -> dict[str, list[Group]]:
     workloads = tuple(dict.fromkeys((plan.large, plan.small)))
@@ -124,7 +109,6 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
             sharded=False,
             contestants=_ALONE,
             looping=_LOOPING if workload == plan.large else (),
-            sums=True,
         )
         for workload in workloads
     }
@@ -154,7 +138,7 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
 
 
 def measure(name: str, plan: Plan) -> list[Section]:
-    """Run the groups of one measure, and judge them."""
+    """Run the groups of one measure."""
     return [section for group in _groups(plan)[name] for section in _sections(group, plan)]
 
 
@@ -173,19 +157,8 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
             )
             _add(figures[contestant], reply)
             for floor, stalls in reply["beside"].items():
-                figures[floor].stall = min([figures[floor].stall, *stalls])
+                figures[floor].stalls += stalls
     return figures
-
-
-def _turns(group: Group, plan: Plan) -> ChecksumTimes:
-    turns = ChecksumTimes()
-    for number in range(plan.rounds):
-        reply = _saved(
-            group, plan, contestant="hf", rounds=plan.turns, compare=number == 0, in_turn=["hf unsummed"]
-        )
-        turns.summed += reply["durable"]
-        turns.unsummed += reply["in_turn"]["hf unsummed"]
-    return turns
 
 
 def _saved(group: Group, plan: Plan, *, contestant: str, **asked: Any) -> dict[str, Any]:
@@ -203,7 +176,6 @@ def _saved(group: Group, plan: Plan, *, contestant: str, **asked: Any) -> dict[s
         "sharded": group.sharded,
         "root": str(root),
         "beside": [],
-        "in_turn": [],
         "loops": [],
         **asked,
     }
@@ -223,8 +195,8 @@ def _saved(group: Group, plan: Plan, *, contestant: str, **asked: Any) -> dict[s
 
 
 def _add(figures: Figures, reply: Mapping[str, Any]) -> None:
-    figures.stall = min([figures.stall, *reply["stall"]])
-    figures.durable = min([figures.durable, *reply["durable"]])
+    figures.stalls += reply["stall"]
+    figures.durables += reply["durable"]
     figures.memory = max(figures.memory, reply["memory"])
     for loop, lost in reply["lost"].items():
         figures.lost.setdefault(loop, []).extend(lost)
@@ -237,9 +209,8 @@ def _sections(group: Group, plan: Plan) -> list[Section]:
         title=f"{workload.name}, {group.title}",
         note=_note(group),
         rows=[
-            *_stall_rows(group, figures, plan),
-            *_durable_rows(group, figures, plan),
-            *([_sums_row(group, _turns(group, plan), plan)] if group.sums else []),
+            *_stall_rows(group, figures),
+            *_durable_rows(group, figures),
             *_memory_rows(group, figures),
         ],
     )
@@ -251,7 +222,7 @@ def _sections(group: Group, plan: Plan) -> list[Section]:
                 note="Time lost a save: the stall, and how much longer the steps beside the save take than as many "
                 "without one; the median of the rounds. A step of matrix products keeps all processors busy, one of "
                 "400 tiny operations the interpreter. Saves are eager unless a row says lazy.",
-                rows=_training_rows(group, figures, plan),
+                rows=_training_rows(group, figures),
             )
         )
     return sections
@@ -279,40 +250,21 @@ def _ours(group: Group) -> str:
     return "dcp" if group.sharded else "hf"
 
 
-def _row(case: str, ours: float, peer: str, peers: float, at_least: float | None, plan: Plan) -> Row:
-    ratio = peers / ours
-    judged = at_least is not None and plan.judges
-    return Row(
-        case=case,
-        ours=duration(ours),
-        peer=peer,
-        peers=duration(peers),
-        figure=f"{ratio:.3g}×",
-        target=f"≥ {at_least:g}×" if judged else "–",
-        met=ratio >= at_least if judged and at_least is not None else None,
-    )
-
-
-def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[Row]:
+def _stall_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
     ours = _ours(group)
-    judged = plan.judges and group.workload == "large"
     rows = [
-        _row(
+        compared(
             f"stall, {CONTESTANTS[ours].name}",
             figures[ours].stall,
             CONTESTANTS[contestant].name,
             figures[contestant].stall,
-            _COPY_OVER_STALL if judged and contestant == "copy" else None,
-            plan,
         )
         for contestant in ("copy", *group.contestants)
         if not contestant.startswith("hf") and contestant not in (ours, "writes")
     ]
     if "bytes" in figures:
         copy = figures["copy"].stall
-        rows.append(
-            _row("stall, the floor", figures["bytes"].stall, CONTESTANTS["copy"].name, copy, None, plan)
-        )
+        rows.append(compared("stall, the floor", figures["bytes"].stall, CONTESTANTS["copy"].name, copy))
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
         case = f"stall, {CONTESTANTS['hf lazy'].name}"
@@ -323,58 +275,40 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
                 peer="–",
                 peers="–",
                 figure=duration(lazy),
-                target=f"≤ {duration(_LAZY_SECONDS)}" if judged else "–",
-                met=lazy <= _LAZY_SECONDS if judged else None,
             )
         )
         if "torch process" in figures:
             peer = figures["torch process"].stall
-            rows.append(_row(case, lazy, CONTESTANTS["torch process"].name, peer, None, plan))
+            rows.append(compared(case, lazy, CONTESTANTS["torch process"].name, peer))
     if group.sharded:
         # This contestant gathers; the others save their own parts.
         rows.append(
-            _row(
+            compared(
                 f"stall, {CONTESTANTS['hf'].name}, gathered",
                 figures["hf"].stall,
                 CONTESTANTS["copy"].name,
                 figures["copy"].stall,
-                None,
-                plan,
             )
         )
     return rows
 
 
-def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[Row]:
+def _durable_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
     ours = _ours(group)
     rows = [
-        _row(
+        compared(
             f"durable, {CONTESTANTS[ours].name}",
             figures[ours].durable,
             CONTESTANTS[contestant].name + ("" if CONTESTANTS[contestant].fsyncs else " + fsync"),
             figures[contestant].durable,
-            _WRITES_OVER_DURABLE if contestant == "writes" else None,
-            plan,
         )
         for contestant in group.contestants
         if contestant not in (ours, "hf lazy")
     ]
     writes, stall = figures["writes"].durable, figures[ours].stall
     name = CONTESTANTS["writes"].name
-    rows.append(_row("durable, the stall and the writes", stall + writes, name, writes, None, plan))
+    rows.append(compared("durable, the stall and the writes", stall + writes, name, writes))
     return rows
-
-
-def _sums_row(group: Group, turns: ChecksumTimes, plan: Plan) -> Row:
-    summed, unsummed = statistics.median(turns.summed), statistics.median(turns.unsummed)
-    share = (summed - unsummed) / summed
-    return Row(
-        case=f"checksums, of the durable time, the medians of {len(turns.summed)} in turn",
-        ours=duration(summed),
-        peer=CONTESTANTS["hf unsummed"].name,
-        peers=duration(unsummed),
-        figure=f"{share:.1%}",
-    )
 
 
 def _memory_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
@@ -396,28 +330,26 @@ def _memory_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
     return rows
 
 
-def _training_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[Row]:
+def _training_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
     ours, lazy, *peers = group.looping
     rows = []
     for loop in LOOPS:
         lost = {contestant: _median(figures[contestant].lost[loop], "lost") for contestant in group.looping}
         best = min(peers, key=lost.__getitem__)
         rows += [
-            _row(
+            compared(
                 f"time lost, {loop}",
                 # The clock is not more precise.
                 max(lost[ours], 1e-3),
                 f"{CONTESTANTS[contestant].name}{', the best of them' if contestant == best else ''}",
                 lost[contestant],
-                _LOST_OVER if contestant == best else None,
-                plan,
             )
             for contestant in peers
         ]
         stall, said = figures[ours].stall, f"{CONTESTANTS[best].name}, the best of them"
         rows += [
-            _row(f"time lost, {loop}, the stall alone", stall, said, lost[best], None, plan),
-            _row(f"time lost, {loop}, lazy", max(lost[lazy], 1e-3), said, lost[best], _LOST_OVER, plan),
+            compared(f"time lost, {loop}, the stall alone", stall, said, lost[best]),
+            compared(f"time lost, {loop}, lazy", max(lost[lazy], 1e-3), said, lost[best]),
         ]
         worst = min(each["worst"] / each["base"] for each in figures[ours].lost[loop])
         rows.append(

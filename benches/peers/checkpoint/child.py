@@ -4,7 +4,7 @@
 
 REQUEST is JSON, made in `processes`. The first rank prints "ready", waits for a line, saves once to warm up, and prints
 "warm". Then it saves `rounds` times with a clock, and prints one line of JSON. Before each timed save it runs the
-contestants `beside`, whose stalls are timed. It alternates with the contestants `in_turn`.
+contestants `beside`, whose stalls are timed.
 
 The tensors change as soon as a save returns. The last save of each process is read back and compared bit for bit. Each
 save is removed, and the disk is idle, before the next one begins.
@@ -115,25 +115,12 @@ class Rank:
 
 def opened(request: dict[str, Any]) -> Rank:
     """The contestant that is asked for, and what it saves."""
-    if request["world"] > 1 or any(
-        CONTESTANTS[contestant].needs_group for contestant in (request["contestant"], *request["in_turn"])
-    ):
+    if request["world"] > 1 or CONTESTANTS[request["contestant"]].needs_group:
         dist.init_process_group("gloo")
     state: State = make_state(WORKLOADS[request["workload"]])
     if request["sharded"]:
         state = sharded(state)
     return Rank(request["contestant"], Path(request["root"]), state, request["world"])
-
-
-def opened_in_turn(request: dict[str, Any], rank: Rank) -> dict[str, Rank]:
-    """Other contestants that save the same, each into a folder of its own, warm."""
-    others = {}
-    for contestant in request["in_turn"]:
-        root = Path(request["root"]) / f"{contestant}, in turn"
-        root.mkdir(exist_ok=True)
-        others[contestant] = Rank(contestant, root, rank.state, rank.world)
-        others[contestant].remove(others[contestant].timed()[2])
-    return others
 
 
 def main() -> None:
@@ -147,10 +134,8 @@ def main() -> None:
     if is_first:
         print("warm", flush=True)
     floors = {contestant: rank.open_beside(contestant) for contestant in request["beside"]}
-    others = opened_in_turn(request, rank)
     reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
     reply["beside"] = {contestant: [] for contestant in floors}
-    reply["in_turn"] = {contestant: [] for contestant in others}
 
     def save(number: int) -> None:
         for contestant in floors:
@@ -165,24 +150,10 @@ def main() -> None:
             ]
         rank.remove(folder)
 
-    def save_in_turn(number: int) -> None:
-        for contestant, other in others.items():
-            _, durable, folder = other.timed()
-            reply["in_turn"][contestant].append(durable)
-            if number == request["rounds"] - 1 and request["compare"]:
-                reply["differing"] += other.compare(folder)
-            other.remove(folder)
-
     for number in range(request["rounds"]):
-        # Each of the two comes first equally often, since a save leaves the disk busy for the next one.
-        saves = (save, save_in_turn)
-        for each in saves if number % 2 == 0 else reversed(saves):
-            each(number)
+        save(number)
     # Training has their memory.
     floors.clear()
-    for other in others.values():
-        other.saver.close()
-    others.clear()
     for name in request["loops"]:
         reply["lost"][name] = [training.lost(training.LOOPS[name], rank) for _ in range(request["rounds"])]
     rank.saver.close()
@@ -194,9 +165,6 @@ def main() -> None:
         for contestant in reply["beside"]:
             each_rank = zip(*(other["beside"][contestant] for other in replies), strict=True)
             reply["beside"][contestant] = [max(each) for each in each_rank]
-        for contestant in reply["in_turn"]:
-            each_rank = zip(*(other["in_turn"][contestant] for other in replies), strict=True)
-            reply["in_turn"][contestant] = [max(each) for each in each_rank]
         reply["durable"] = [max(each) for each in zip(*(other["durable"] for other in replies), strict=True)]
         reply["differing"] = [name for other in replies for name in other["differing"]]
     if dist.is_initialized():

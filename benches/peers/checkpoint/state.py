@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["WORKLOADS", "Changes", "Workload", "differing", "make_state", "own_parts", "sharded", "whole_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

@@ -16,8 +16,6 @@ import torch
 if TYPE_CHECKING:
     from checkpoint.child import Rank
 
-__all__ = ["LOOPS", "lost"]
-
 # Steps after the save, for what it leaves behind.
 _AFTER = 5
 _BASE_SECONDS = 1.0

@@ -1,27 +1,23 @@
-"""The rows of the packing section: the contestants, the comparison of their outputs, and the targets.
+"""The rows of the packing section: the contestants, and the comparison of their outputs.
 
 Invariants: contestants of one row take the same inputs. Their outputs are compared in full before a row is written.
-Targets apply to text at 10⁷ samples; those of the shuffle at 10⁷ samples and of memory at 10⁸.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from measure import Contestant, race
-from report import Row, Section, count, duration, times_faster
+from report import Row, Section, compared, count, duration
 
 import tundish as td
 from packing import numpy_forms
-from packing.distributions import DISTRIBUTIONS, TEXT, Distribution, draw_lengths, draw_order
+from packing.distributions import DISTRIBUTIONS, Distribution, draw_lengths, draw_order
 from packing.equal_outputs import assert_all_equal, assert_equal, sums
 from packing.floor import read_and_write
 from packing.megatron_peer import sample_index
@@ -29,20 +25,11 @@ from tundish.packing import shuffled_indices
 
 MAX_LENGTH = 4096
 SEED = 0
-JUDGED_SAMPLES = 10**7
 LOOP = "chunked numpy + Python loop"
 VECTORISED = "vectorised numpy"
 MEGATRON = "megatron-core build_sample_idx"
 FLOOR = "lengths read in the order and six arrays written, nothing more"
 FLOOR_OF_TWO = f"{FLOOR}, two threads"
-TWO_OVER_ONE = 1.4
-OVER_LOOP, OVER_VECTORISED, OVER_MEGATRON = 60.0, 5.0, 1.7
-# glibc's malloc then keeps what is freed, and an array lies in pages that were used before.
-KEEPS_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(1 << 30),
-}
 HARD_PLAN_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, order=order, threads=1)`: lengths int32, order int64 (a random permutation, checked), \
 default checks. Nanoseconds are per sample.
@@ -58,13 +45,7 @@ where caches do not hold them all, the memory is asked for it 128 samples before
 written once as int32, into fresh memory, as the plan's are; what is written need not be the plan. Nothing is cut or \
 hashed. Of the order only that no sample is out of range is checked.
 
-Targets apply to text at 10⁷ samples. A target that asks for less time than the compiled loop takes has a row that \
-says so. What two threads gain in that loop is what this machine's memory lets two threads gain where nothing waits.
-
-Rows with "memory kept" are of another process, which keeps the memory it freed, so that the numpy forms pay for no \
-fresh pages. In all other rows the vectorised form, whose temporaries are large, pays for them, on a virtual machine \
-more than for its arithmetic. tundish is timed in both processes, with the same call and the same comparison. The row \
-of the loop form over the vectorised one compares the two numpy forms."""
+What two threads gain in that loop is what this machine's memory lets two threads gain where nothing waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +55,6 @@ class Scale:
     samples: tuple[int, ...]
     curve_samples: tuple[int, ...]
     least_rounds: int
-    batches: int
     folder: Path
 
     def rounds(self, samples: int) -> int:
@@ -92,34 +72,7 @@ def hard_plan(scale: Scale) -> Section:
     for samples in scale.samples:
         for distribution in DISTRIBUTIONS:
             section.rows += _hard_plan_rows(scale, samples, distribution)
-    section.rows += _memory_kept(scale)
     return section
-
-
-def _memory_kept(scale: Scale) -> list[Row]:
-    """What tundish and both numpy forms take where fresh pages cost the latter nothing."""
-    samples = scale.samples[-1]
-    child = Path(__file__).with_name("warm_heap_child.py")
-    command = [sys.executable, str(child), *map(str, (samples, scale.least_rounds, MAX_LENGTH))]
-    reply = subprocess.run(
-        command, env={**os.environ, **KEEPS_MEMORY}, check=True, stdout=subprocess.PIPE, text=True
-    )
-    seconds = json.loads(reply.stdout)
-    case = f"{TEXT.name}, {count(samples)}"
-    ratio = seconds["loop"] / seconds["vectorised"]
-    return [
-        *(
-            times_faster(f"{case}, memory kept", seconds["tundish"], peer, seconds[key], samples=samples)
-            for peer, key in ((LOOP, "loop"), (VECTORISED, "vectorised"))
-        ),
-        Row(
-            case=f"{case}, {LOOP}, memory kept",
-            ours="–",
-            peer=f"over {VECTORISED}, {duration(seconds['vectorised'])}",
-            peers=duration(seconds["loop"]),
-            figure=f"{ratio:.3g}×",
-        ),
-    ]
 
 
 def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> list[Row]:
@@ -165,37 +118,16 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     pairs = sample_index(lengths, narrow_order, MAX_LENGTH, num_tokens)
     assert_equal(f"{case}, pairs", plan.sample_index(order), pairs)
 
-    judged = samples == JUDGED_SAMPLES and distribution is TEXT
-    targets = {
-        LOOP: OVER_LOOP if judged else None,
-        VECTORISED: OVER_VECTORISED if judged else None,
-        MEGATRON: OVER_MEGATRON if judged else None,
-        FLOOR: None,
-    }
     rows = [
-        times_faster(case, seconds["one"], peer, seconds[peer], samples=samples, at_least=target)
-        for peer, target in targets.items()
+        compared(case, seconds["one"], peer, seconds[peer], samples=samples)
+        for peer in (LOOP, VECTORISED, MEGATRON, FLOOR)
     ]
-    two = times_faster(
-        f"{case}, two threads",
-        seconds["two"],
-        "one thread",
-        seconds["one"],
-        samples=samples,
-        at_least=TWO_OVER_ONE if judged else None,
-    )
-    floor_of_two = times_faster(
-        f"{case}, two threads", seconds["two"], FLOOR_OF_TWO, seconds[FLOOR_OF_TWO], samples=samples
-    )
-    return [*rows, two, floor_of_two, *_limits(case, seconds, targets, judged=judged)]
-
-
-def _limits(
-    case: str, seconds: dict[str, float], targets: dict[str, float | None], *, judged: bool
-) -> list[Row]:
-    """What two threads gain in the loop alone, and the targets that ask for less time than that loop takes."""
+    rows += [
+        compared(f"{case}, two threads", seconds["two"], peer, peers, samples=samples)
+        for peer, peers in (("one thread", seconds["one"]), (FLOOR_OF_TWO, seconds[FLOOR_OF_TWO]))
+    ]
     gain = seconds[FLOOR] / seconds[FLOOR_OF_TWO]
-    rows = [
+    rows.append(
         Row(
             case=f"{case}, two threads in the loop alone",
             ours="–",
@@ -203,22 +135,7 @@ def _limits(
             peers=duration(seconds[FLOOR_OF_TWO]),
             figure=f"{gain:.3g}×",
         )
-    ]
-    asked = {
-        f"{peer} ≥ {target:g}×": (seconds[peer] / target, FLOOR) for peer, target in targets.items() if target
-    }
-    asked[f"two threads over one ≥ {TWO_OVER_ONE:g}×"] = (seconds["one"] / TWO_OVER_ONE, FLOOR_OF_TWO)
-    rows += [
-        Row(
-            case=f"{case}, the target {name} asks for {duration(time)}, less than the loop takes",
-            ours="–",
-            peer=floor,
-            peers=duration(seconds[floor]),
-            figure=f"{seconds[floor] / time:.3g}×",
-        )
-        for name, (time, floor) in asked.items()
-        if judged and time < seconds[floor]
-    ]
+    )
     return rows
 
 
@@ -268,8 +185,8 @@ def _published_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     shutil.rmtree(ours)
     shutil.rmtree(theirs)
     return [
-        times_faster(case, seconds["tundish"], LOOP, seconds[LOOP], samples=samples),
-        times_faster(case, seconds["tundish"], saved, seconds[saved], samples=samples),
+        compared(case, seconds["tundish"], LOOP, seconds[LOOP], samples=samples),
+        compared(case, seconds["tundish"], saved, seconds[saved], samples=samples),
     ]
 
 
@@ -294,15 +211,7 @@ def shuffle(scale: Scale) -> Section:
         assert_equal(
             f"shuffle, {count(samples)}", shuffled_indices(samples, SEED), numpy_forms.shuffled(samples, SEED)
         )
-        target = 4.0 if samples == JUDGED_SAMPLES else None
         section.rows.append(
-            times_faster(
-                count(samples),
-                seconds["tundish"],
-                "numpy",
-                seconds["numpy"],
-                samples=samples,
-                at_least=target,
-            )
+            compared(count(samples), seconds["tundish"], "numpy", seconds["numpy"], samples=samples)
         )
     return section

@@ -16,8 +16,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["read_and_write"]
-
 # Of samples or pieces; and of packs, one row an array of the plan.
 Column = npt.NDArray[np.int32]
 Columns = npt.NDArray[np.int32]

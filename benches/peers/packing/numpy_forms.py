@@ -133,19 +133,3 @@ def shuffled(count: int, seed: int) -> npt.NDArray[np.int64]:
     indices = np.arange(count, dtype=np.int64)
     np.random.RandomState(seed).shuffle(indices)
     return indices
-
-
-def look_up(arrays: Arrays, pack_ids: npt.NDArray[np.int64]) -> list[PackPieces]:
-    """Dataset, samples, starts and stops of each pack; a stop of -1 means the sample's end."""
-    dataset_id, indices, pieces_after = arrays["dataset_id"], arrays["indices"], arrays["indices_cu_len"]
-    start_offset, end_offset = arrays["start_offset"], arrays["end_offset"]
-    found = []
-    for pack in pack_ids.tolist():
-        begin = int(pieces_after[pack - 1]) if pack else 0
-        samples = indices[begin : int(pieces_after[pack])].tolist()
-        starts = [0] * len(samples)
-        stops = [-1] * len(samples)
-        starts[0] = int(start_offset[pack])
-        stops[-1] = int(end_offset[pack])
-        found.append((int(dataset_id[pack]), samples, starts, stops))
-    return found

@@ -19,10 +19,7 @@ from packing.cases import MAX_LENGTH, SEED, Scale
 from packing.distributions import DISTRIBUTIONS, Distribution, draw_order, write_lengths
 from packing.floor import read_and_write
 
-MEMORY_LIMIT = 64 * 2**20
-MEMORY_JUDGED_SAMPLES = 10**8
 INDEX_BYTES = 4
-BEST_FIT_SPREAD = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +92,6 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                     )
                 )
                 if to_files and samples == scale.curve_samples[-1]:
-                    judged = (
-                        configuration.is_order_given or is_best_fit
-                    ) and samples == MEMORY_JUDGED_SAMPLES
                     memory.rows.append(
                         Row(
                             case=f"{case}, {count(samples)}",
@@ -105,14 +99,11 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                             peer="inputs and outputs",
                             peers=size(reply["input_bytes"] + reply["output_bytes"]),
                             figure=size(beyond),
-                            target=f"≤ {size(MEMORY_LIMIT)}" if judged else "–",
-                            met=beyond <= MEMORY_LIMIT if judged else None,
                         )
                     )
     for (case, threads), nanoseconds_each in by_configuration.items():
         spread = max(nanoseconds_each) / min(nanoseconds_each)
         loop = loops[case.partition(",")[0], threads]
-        judged = "best_fit, in memory" in case and scale.curve_samples[-1] == MEMORY_JUDGED_SAMPLES
         times.rows.append(
             Row(
                 case=f"{case}, spread",
@@ -120,8 +111,6 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                 peer=f"the least, spread {max(loop) / min(loop):.3g}×",
                 peers=f"{min(loop):.3g}–{max(loop):.3g} ns",
                 figure=f"{spread:.3g}×",
-                target=f"≤ {BEST_FIT_SPREAD:g}×" if judged else "–",
-                met=spread <= BEST_FIT_SPREAD if judged else None,
             )
         )
     return times, memory

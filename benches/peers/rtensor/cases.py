@@ -7,16 +7,14 @@ row; the first round does not count. A fetch ends when every byte has been read,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from measure import OutputsDiffer
-from report import Row, Section, duration
+from measure import OutputsDiffer, Seconds
+from report import Row, Section, compared
 
 from rtensor.processes import Process, pair, peaks_of
 from rtensor.tensors import CASES
-
-__all__ = ["Plan", "beside", "fetches", "memory", "stores"]
 
 _SMALL, _LARGE, _MANY = "64 KB", "256 MB", "256 × 64 KB"
 _SMALL_BYTES = 64 << 20
@@ -35,7 +33,7 @@ _NAMES = {
 }
 _FLOOR = (
     "As many bytes through one plain connection, from warm memory into warm memory, and read, are timed beside it: "
-    "where a target asks for less than that, one connection cannot meet it."
+    "one connection cannot bring them in less."
 )
 
 
@@ -50,7 +48,8 @@ class Plan:
         contestants: the other contestants to run.
         fetches: small fetches beside a large one.
         seconds: the longest time for these.
-        judges: whether the rows state targets.
+        drained: entries that are drained by step, and by ids.
+        handles: handles that are turned to bytes and back.
     """
 
     rounds: int = 5
@@ -59,17 +58,18 @@ class Plan:
     contestants: tuple[str, ...] = tuple(_NAMES)
     fetches: int = 500
     seconds: float = 20.0
-    judges: bool = True
+    drained: tuple[int, int] = (10**6, 10**5)
+    handles: int = 10**5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A section of rows: our contestant, and the target ratio over each other one, by case."""
+    """A section of rows: our contestant, and the cases that each other one runs."""
 
     title: str
     note: str
     ours: str
-    others: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    others: Mapping[str, Sequence[str]]
 
 
 _FETCHES = {
@@ -79,10 +79,7 @@ _FETCHES = {
         "and reading them is timed, too: a fetch over one connection does that as well.",
         ours="ours",
         others={
-            "AReaL": dict.fromkeys(CASES) | {_MANY: 15.0},
-            "pyzmq": dict.fromkeys(CASES) | {_LARGE: 1.0, _MANY: 1.3},
-            "sockets": dict.fromkeys(CASES),
-            "ours, from the buffer": dict.fromkeys(CASES),
+            contestant: tuple(CASES) for contestant in ("AReaL", "pyzmq", "sockets", "ours, from the buffer")
         },
     ),
     "transports": Comparison(
@@ -90,13 +87,7 @@ _FETCHES = {
         note="All over loopback. The peers' tensors are read-only, except torch's; ours are writable, and "
         f"their checksum was verified. {_FLOOR}",
         ours="ours",
-        others={
-            "torch RPC": {_MANY: None},
-            "Arrow Flight": {_MANY: None},
-            "gRPC": {_MANY: None},
-            "gRPC, one stream": {_MANY: None},
-            "sockets": {_MANY: None},
-        },
+        others=dict.fromkeys(("torch RPC", "Arrow Flight", "gRPC", "gRPC, one stream", "sockets"), (_MANY,)),
     ),
     "ray": Comparison(
         title="Fetching on one node, beside Ray",
@@ -104,11 +95,7 @@ _FETCHES = {
         "too, and are read-only; its tensors are copied. Reading as many bytes of the consumer's own memory is timed "
         "beside it, as the lower bound.",
         ours="ours, same node",
-        others={
-            "Ray": {_LARGE: None, _MANY: None},
-            "Ray, arrays": {_LARGE: 1.0, _MANY: 2.0},
-            "reading": {_LARGE: None, _MANY: None},
-        },
+        others=dict.fromkeys(("Ray", "Ray, arrays", "reading"), (_LARGE, _MANY)),
     ),
 }
 _STORES = (_MANY, _LARGE)
@@ -127,8 +114,7 @@ def fetches(name: str, plan: Plan) -> Section:
             seconds = _fetched(consumers, case, plan)
             ours = seconds.pop(comparison.ours)
             section.rows += [
-                _row(case, ours, contestant, took, others[contestant][case], plan)
-                for contestant, took in seconds.items()
+                compared(case, ours, _NAMES[contestant], took) for contestant, took in seconds.items()
             ]
     return section
 
@@ -145,17 +131,10 @@ def stores(plan: Plan) -> Section:
         for case in _STORES:
             if case not in plan.cases:
                 continue
-            seconds = dict.fromkeys(consumers, float("inf"))
-            for number in range(plan.rounds + 1):
-                for contestant, consumer in consumers.items():
-                    for _ in range(_repeats(case, plan)):
-                        took = consumer.ask("put", case)
-                        # The first round warms everything up.
-                        if number:
-                            seconds[contestant] = min(seconds[contestant], took)
+            seconds = _least(consumers, case, plan, lambda consumer, case=case: consumer.ask("put", case))
             ours = seconds.pop("ours, same node")
             section.rows += [
-                _row(case, ours, contestant, took, None, plan) for contestant, took in seconds.items()
+                compared(case, ours, _NAMES[contestant], took) for contestant, took in seconds.items()
             ]
     return section
 
@@ -174,7 +153,7 @@ def beside(plan: Plan) -> Section:
                 consumer.ask("fetch", case)
             times = sorted(consumer.ask("beside", _LARGE, _SMALL, plan.fetches, plan.seconds))
             late[contestant] = times[len(times) * 99 // 100]
-    section.rows.append(_row(_SMALL, late["ours"], "AReaL", late["AReaL"], None, plan))
+    section.rows.append(compared(_SMALL, late["ours"], _NAMES["AReaL"], late["AReaL"]))
     return section
 
 
@@ -225,31 +204,30 @@ def _repeats(case: str, plan: Plan) -> int:
     return plan.repeats if count * size <= _SMALL_BYTES else 1
 
 
-def _fetched(consumers: Mapping[str, Process], case: str, plan: Plan) -> dict[str, float]:
-    """The least seconds of each."""
-    seconds = dict.fromkeys(consumers, float("inf"))
-    digests = set()
+def _least(
+    consumers: Mapping[str, Process], case: str, plan: Plan, take: Callable[[Process], float]
+) -> dict[str, Seconds]:
+    """The least seconds of each, after a round that warms everything up."""
+    times: dict[str, list[float]] = {contestant: [] for contestant in consumers}
     for number in range(plan.rounds + 1):
         for contestant, consumer in consumers.items():
             for _ in range(_repeats(case, plan)):
-                took, digest = consumer.ask("fetch", case)
-                digests.add(digest)
-                # The first round warms everything up.
+                took = take(consumer)
                 if number:
-                    seconds[contestant] = min(seconds[contestant], took)
+                    times[contestant].append(took)
+    return {contestant: Seconds.least(each) for contestant, each in times.items()}
+
+
+def _fetched(consumers: Mapping[str, Process], case: str, plan: Plan) -> dict[str, Seconds]:
+    """The least seconds of each."""
+    digests = set()
+
+    def fetch(consumer: Process) -> float:
+        took, digest = consumer.ask("fetch", case)
+        digests.add(digest)
+        return float(took)
+
+    seconds = _least(consumers, case, plan, fetch)
     if len(digests) != 1:
         raise OutputsDiffer(f"not all contestants bring the same tensors of {case}")
     return seconds
-
-
-def _row(case: str, ours: float, contestant: str, took: float, least: float | None, plan: Plan) -> Row:
-    ratio = took / ours
-    return Row(
-        case=case,
-        ours=duration(ours),
-        peer=_NAMES[contestant],
-        peers=duration(took),
-        figure=f"{ratio:.3g}×",
-        target=f"≥ {least:g}×" if least is not None and plan.judges else "–",
-        met=ratio >= least if least is not None and plan.judges else None,
-    )

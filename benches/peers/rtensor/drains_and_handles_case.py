@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from report import Row, Section, duration
+from measure import Seconds
+from report import Row, Section, compared, duration
 
 from rtensor.cases import Plan
 from rtensor.processes import Process
-
-__all__ = ["drains", "handles"]
 
 _AREAL = "AReaL"
 
@@ -22,7 +21,7 @@ def drains(plan: Plan) -> Section:
         "holds the lock of fetches. By ids: clear_fetch_buffer, and the longest stall of another thread that fetches "
         "from the buffer meanwhile.",
     )
-    many, some = (10**6, 10**5) if plan.judges else (10**4, 10**3)
+    many, some = plan.drained
     with contextlib.closing(Process("drains_and_handles_child.py")) as owner:
         stored = owner.ask("store", many)
         step = min(_answer("drain_by_step", stored)["seconds"] for _ in range(plan.rounds))
@@ -42,9 +41,11 @@ def drains(plan: Plan) -> Section:
             for contestant in ("ours", _AREAL)
         }
     for what in ("stall", "seconds"):
-        ours, theirs = (min(one[what] for one in found[contestant]) for contestant in ("ours", _AREAL))
+        ours, theirs = (
+            Seconds.least([one[what] for one in found[contestant]]) for contestant in ("ours", _AREAL)
+        )
         call = "a fetch meanwhile" if what == "stall" else "the call"
-        section.rows.append(_beside_areal(f"{some} entries, by ids: {call}", ours, theirs))
+        section.rows.append(compared(f"{some} entries, by ids: {call}", ours, _AREAL, theirs))
     return section
 
 
@@ -54,15 +55,17 @@ def handles(plan: Plan) -> Section:
         title="Handles, dumps and loads",
         note="Handles of one remotize call, to bytes and back. AReaL: serialize_value and orjson.",
     )
-    count = 10**5 if plan.judges else 10**3
+    count = plan.handles
     found = {
         contestant: [_answer("handles", contestant, count) for _ in range(plan.rounds)]
         for contestant in ("ours", _AREAL)
     }
-    ours, theirs = (min(one["seconds"] for one in found[contestant]) for contestant in ("ours", _AREAL))
+    ours, theirs = (
+        Seconds.least([one["seconds"] for one in found[contestant]]) for contestant in ("ours", _AREAL)
+    )
     size, other_size = (found[contestant][0]["bytes"] / count for contestant in ("ours", _AREAL))
     section.rows += [
-        _beside_areal(f"{count} handles", ours, theirs),
+        compared(f"{count} handles", ours, _AREAL, theirs),
         Row(
             case="bytes a handle",
             ours=f"{size:.3g}",
@@ -72,11 +75,6 @@ def handles(plan: Plan) -> Section:
         ),
     ]
     return section
-
-
-def _beside_areal(case: str, ours: float, theirs: float) -> Row:
-    ratio = f"{theirs / ours:.3g}×"
-    return Row(case=case, ours=duration(ours), peer=_AREAL, peers=duration(theirs), figure=ratio)
 
 
 def _answer(what: str, *arguments: object) -> dict[str, float]:

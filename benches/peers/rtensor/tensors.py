@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["CASES", "digest", "make", "read"]
-
 _KIB, _MIB = 1 << 10, 1 << 20
 # The number of tensors, and the bytes of each.
 CASES = {

@@ -14,8 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["Dispatcher"]
-
 
 class Endless(IterableDataset[Any]):
     """The same batches, over and over."""

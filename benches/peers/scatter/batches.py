@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "size", "tensors_of", "total"]
-
 Crop = namedtuple("Crop", "pixels box score")
 
 

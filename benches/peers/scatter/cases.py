@@ -1,4 +1,4 @@
-"""The measures of scatter: numbers of ranks, kinds of batches, and the target ratios.
+"""The measures of scatter: numbers of ranks and kinds of batches.
 
 In each round each contestant scatters a few times, one after the other, in the same processes. A row compares the
 minimum over all rounds of both sides.
@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from report import Row, Section, duration
-from shm.processes import rank_environments, run_program
-
-__all__ = ["Plan", "compare", "measure", "measure_contestants"]
+from measure import Seconds
+from processes import rank_environments, run_programs
+from report import Row, Section, compared
 
 _NAMES = {
     "isend": "one isend per tensor",
@@ -42,14 +41,12 @@ class Plan:
         worlds: numbers of ranks.
         rounds: how many rounds each kind of batch has.
         repeats: how often a contestant scatters in a round.
-        judges: whether rows state targets.
         others: the contestants beside ours; None for all of the measure.
     """
 
     worlds: tuple[int, ...] = (2, 4)
     rounds: dict[str, int] = field(default_factory=lambda: {"text": 10, "VLM": 3, "many": 10, "nested": 10})
     repeats: int = 5
-    judges: bool = True
     others: tuple[str, ...] | None = None
 
 
@@ -59,14 +56,12 @@ class Comparison:
 
     Attributes:
         others: the other contestants.
-        targets: target ratios of their times over ours, by contestant and kind of batch.
         is_one_node: whether all ranks are on one node; else each is on a node of its own.
     """
 
     title: str
     note: str
     others: tuple[str, ...]
-    targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     is_one_node: bool = True
 
 
@@ -75,13 +70,11 @@ _COMPARISONS = {
         title="Ranks of one node, through shared memory",
         note=_NOTE,
         others=("isend", "objects"),
-        targets={"isend": {"text": 3.0, "VLM": 4.0, "many": 5.0, "nested": 4.0}},
     ),
     "gloo": Comparison(
         title="Over the network: gloo on loopback, without shared memory",
         note=_NOTE,
         others=("isend", "objects"),
-        targets={"isend": {"text": 1.3, "VLM": 1.0, "many": 1.0, "nested": 1.0}},
         is_one_node=False,
     ),
     "peers": Comparison(
@@ -113,12 +106,7 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
                 environment.update(GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         for kind, seconds in measure_contestants(contestants, plan, environments).items():
             case = f"{kind}, {world} ranks"
-            targets = {
-                contestant: asked[kind]
-                for contestant, asked in comparison.targets.items()
-                if plan.judges and kind in asked and contestant in seconds
-            }
-            section.rows += compare(case, seconds, targets)
+            section.rows += compare(case, seconds)
             if name == "gloo" and kind in _ISEND_OVER_OBJECTS:
                 section.rows.append(_isend_over_objects(case, seconds))
     return [section]
@@ -133,38 +121,22 @@ def measure_contestants(
     """The minimum seconds by kind and contestant, on ranks with these environments."""
     repeats = {contestant: 1 if contestant in _SLOW else plan.repeats for contestant in contestants}
     request = {"contestants": list(contestants), "rounds": plan.rounds, "repeats": repeats}
-    replies = run_program(Path(__file__).parent / "child.py", request, environments, prefixes)
-    reply: dict[str, dict[str, float]] = replies[0]
-    return reply
+    replies = run_programs(Path(__file__).parent / "child.py", request, environments, prefixes)
+    return {
+        kind: {contestant: Seconds.least(each) for contestant, each in times.items()}
+        for kind, times in replies[0].items()
+    }
 
 
-def compare(case: str, seconds: Mapping[str, float], targets: Mapping[str, float]) -> list[Row]:
+def compare(case: str, seconds: Mapping[str, float]) -> list[Row]:
     """A row for each contestant beside ours."""
-    rows = []
-    for contestant, took in seconds.items():
-        if contestant == "ours":
-            continue
-        ratio, target = took / seconds["ours"], targets.get(contestant)
-        rows.append(
-            Row(
-                case=case,
-                ours=duration(seconds["ours"]),
-                peer=_NAMES[contestant],
-                peers=duration(took),
-                figure=f"{ratio:.3g}×",
-                target="–" if target is None else f"≥ {target:g}×",
-                met=None if target is None else ratio >= target,
-            )
-        )
-    return rows
+    return [
+        compared(case, seconds["ours"], _NAMES[contestant], took)
+        for contestant, took in seconds.items()
+        if contestant != "ours"
+    ]
 
 
 def _isend_over_objects(case: str, seconds: Mapping[str, float]) -> Row:
-    ratio = seconds["objects"] / seconds["isend"]
-    return Row(
-        case=f"{case}: one isend per tensor itself",
-        ours=duration(seconds["isend"]),
-        peer=_NAMES["objects"],
-        peers=duration(seconds["objects"]),
-        figure=f"{ratio:.3g}×",
-    )
+    case = f"{case}: one isend per tensor itself"
+    return compared(case, seconds["isend"], _NAMES["objects"], seconds["objects"])

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 import tundish as td
 
-__all__ = ["CONTESTANTS", "Scatter", "isend", "rebuild", "take_apart"]
-
 Scatter = Callable[[list[Any] | None], Any]
 
 

@@ -15,15 +15,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "NamespacesUnavailable",
-    "command_prefix",
-    "min_link_seconds",
-    "setup_commands",
-    "two_node_environments",
-    "two_nodes",
-]
-
 _RATE = "1gbit"
 # Bytes a second, with headers.
 _LINK_BYTES = 125_000_000

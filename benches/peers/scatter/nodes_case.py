@@ -20,8 +20,6 @@ from scatter.network_namespaces import (
     two_nodes,
 )
 
-__all__ = ["nodes"]
-
 _CONTESTANTS = ("ours", "isend", "objects")
 
 
@@ -51,7 +49,7 @@ def _rows(plan: Plan, world: int, names: tuple[str, str]) -> list[Row]:
     environments = two_node_environments(half)
     for kind, seconds in measure_contestants(_CONTESTANTS, plan, environments, prefixes).items():
         case, ours = f"{kind}, 2 × {half} ranks", seconds["ours"]
-        rows += compare(case, seconds, {})
+        rows += compare(case, seconds)
         limit = min_link_seconds(half * size(KINDS[kind](0)))
         rows.append(
             Row(

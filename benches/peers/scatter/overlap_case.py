@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from processes import rank_environments, run_programs
 from report import Row, Section, duration
-from shm.processes import rank_environments, run_program
 
 from scatter.cases import Plan
-
-__all__ = ["overlap"]
 
 
 def overlap(plan: Plan) -> Section:
@@ -27,7 +25,7 @@ def overlap(plan: Plan) -> Section:
     )
     for world in plan.worlds:
         request = {"rounds": plan.rounds, "steps": plan.repeats}
-        replies = run_program(Path(__file__).parent / "overlap_child.py", request, rank_environments(world))
+        replies = run_programs(Path(__file__).parent / "overlap_child.py", request, rank_environments(world))
         for kind, of_first in replies[0].items():
             step = of_first["step"]
             ranks = [reply[kind] for reply in replies]

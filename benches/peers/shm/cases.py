@@ -1,4 +1,4 @@
-"""The measurements of pools: contestants, repeats, and required ratios.
+"""The measurements of pools: contestants and repeats.
 
 In each round every pool runs in a process of its own, one after the other, so that a drift of the machine affects all
 of them. A row has the minimum time of all rounds on both sides, and the maximum memory. The process that submits a task
@@ -10,21 +10,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from report import Row, Section, duration, rate, size
+from measure import Seconds
+from processes import run_programs
+from report import Row, Section, compared, duration, rate, size
 
 from shm.contestants import CONTESTANTS, LOKY
-from shm.processes import run_pool
-
-__all__ = ["Plan", "measure"]
 
 OURS, QUEUES, EXECUTOR = "ours", "queues", "executor"
 FLOORS, BARE = "floors", "bare workers"
 _METHODS = ("fork", "spawn")
+_CHILD = Path(__file__).with_name("child.py")
 
-# Required ratio of a peer's time for a task to tundish's.
-_EACH_OVER = {QUEUES: 8.0}
 _ARRAY_SHARE = 1.03
 _WORKER_BYTES = 25 << 20
 # Their tasks carry the array, so they do not measure results.
@@ -49,7 +48,6 @@ class Plan:
     ranks: int = 8
     node_bytes: int = 1 << 30
     node_rounds: int = 5
-    judges: bool = True
 
 
 # All values of one contestant, by measurement.
@@ -57,7 +55,7 @@ Found = dict[str, list[float]]
 
 
 def measure(name: str, plan: Plan) -> list[Section]:
-    """Run one measurement, and compare it with the required ratios."""
+    """Run one measurement."""
     return [{"tasks": _tasks, "results": _results, "binding": _binding, "readers": _readers}[name](plan)]
 
 
@@ -83,7 +81,7 @@ def _gather(
                     **more,
                 }
                 print(f"bench: {measure}: {contestant} {method}", file=sys.stderr, flush=True)
-                [reply] = run_pool(request).values()
+                [reply] = run_programs(_CHILD, request)[0].values()
                 for name, values in reply.items():
                     found.setdefault((contestant, method), {}).setdefault(name, []).extend(values)
     return found
@@ -98,33 +96,10 @@ def _methods_of(contestant: str, methods: Iterable[str]) -> list[str]:
 def _least(found: Mapping[tuple[str, str], Found], name: str, method: str = "fork") -> dict[str, float]:
     """Return the minimum of each contestant, in the order of the contestants."""
     return {
-        contestant: min(values[name])
+        contestant: Seconds.least(values[name])
         for (contestant, own), values in found.items()
         if own in (method, LOKY, "") and name in values
     }
-
-
-def _row(
-    case: str,
-    ours: float,
-    peer: str,
-    peers: float,
-    plan: Plan,
-    *,
-    at_least: float | None = None,
-    show: Any = duration,
-) -> Row:
-    ratio = peers / ours
-    judged = at_least if plan.judges else None
-    return Row(
-        case=case,
-        ours=show(ours),
-        peer=peer,
-        peers=show(peers),
-        figure=f"{ratio:.3g}×",
-        target="–" if judged is None else f"≥ {judged:g}×",
-        met=None if judged is None else ratio >= judged,
-    )
 
 
 def _as_rate(seconds: float) -> str:
@@ -147,13 +122,11 @@ def _tasks(plan: Plan) -> Section:
     for contestant in plan.contestants:
         if contestant != OURS:
             section.rows.append(
-                _row(
+                compared(
                     "unchunked",
                     each[OURS],
                     CONTESTANTS[contestant].name,
                     each[contestant],
-                    plan,
-                    at_least=_EACH_OVER.get(contestant),
                     show=_as_rate,
                 )
             )
@@ -178,27 +151,26 @@ def _tasks(plan: Plan) -> Section:
         )
     )
     section.rows += [
-        _row("chunked", chunked[OURS], CONTESTANTS[contestant].name, chunked[contestant], plan, show=_as_rate)
+        compared("chunked", chunked[OURS], CONTESTANTS[contestant].name, chunked[contestant], show=_as_rate)
         for contestant in plan.contestants
         if contestant not in (OURS, QUEUES)
     ]
     section.rows.append(
-        _row(
+        compared(
             "chunked",
             chunked[OURS],
             "a call, the floor of one process",
             min(floors["call"]),
-            plan,
             show=_as_rate,
         )
     )
     section.rows += [
-        _row("latency", one[OURS], CONTESTANTS[contestant].name, one[contestant], plan)
+        compared("latency", one[OURS], CONTESTANTS[contestant].name, one[contestant])
         for contestant in plan.contestants
         if contestant != OURS
     ]
     section.rows.append(
-        _row("latency", one[OURS], "a pipe there and back, the floor", min(floors["trip"]), plan)
+        compared("latency", one[OURS], "a pipe there and back, the floor", min(floors["trip"]))
     )
     return section
 
@@ -217,11 +189,11 @@ def _results(plan: Plan) -> Section:
     for name, said in (("large", "16 MiB"), ("small", "400 KiB")):
         least = _least(found, name)
         section.rows += [
-            _row(said, least[OURS], CONTESTANTS[contestant].name, least[contestant], plan)
+            compared(said, least[OURS], CONTESTANTS[contestant].name, least[contestant])
             for contestant in contestants
             if contestant != OURS
         ]
-        section.rows.append(_row(said, least[OURS], "one copy, the floor", least[FLOORS], plan))
+        section.rows.append(compared(said, least[OURS], "one copy, the floor", least[FLOORS]))
     return section
 
 
@@ -255,7 +227,7 @@ def _binding(plan: Plan) -> Section:
                 )
             )
         section.rows += [
-            _row(
+            compared(
                 f"{method}, first result", first[OURS], CONTESTANTS[contestant].name, first[contestant], plan
             )
             for contestant in plan.contestants

@@ -11,8 +11,6 @@ import numpy as np
 
 from shm import tasks
 
-__all__ = ["copy_to_fresh_pages", "floors"]
-
 _CALLS = 100_000
 _TRIPS = 2_000
 

@@ -17,8 +17,6 @@ from measure import OutputsDiffer, family
 from shm import tasks
 from shm.contestants import CONTESTANTS
 
-__all__ = ["bare_workers", "family_pss", "readers"]
-
 _ROUNDS = 50
 
 

@@ -11,14 +11,13 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from processes import rank_environments, run_programs
 from report import Row, Section, duration, size
 
 from shm.cases import Plan
-from shm.processes import run_ranks
-
-__all__ = ["node"]
 
 _FORMS = {"ours": "td.shm.node_shared", "file": "np.save to memory, barrier, np.load(mmap_mode)"}
+_CHILD = Path(__file__).with_name("node_child.py")
 # A folder in memory.
 _MEMORY = Path("/dev/shm")
 
@@ -38,7 +37,7 @@ def node(plan: Plan) -> Section:
         forms = list(_FORMS) if number % 2 else list(reversed(_FORMS))
         with tempfile.TemporaryDirectory(dir=_MEMORY, prefix="bench-") as folder:
             request = {"array_bytes": plan.node_bytes, "forms": forms, "folder": folder}
-            replies = run_ranks(request, ranks=plan.ranks)
+            replies = run_programs(_CHILD, request, rank_environments(plan.ranks))
         seconds["copy"].append(replies[0]["copy"])
         for form in forms:
             seconds[form].append(max(reply[form]["seconds"] for reply in replies))

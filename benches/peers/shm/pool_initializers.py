@@ -13,19 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "Placed",
-    "bind",
-    "bind_block",
-    "bind_file",
-    "bind_tensor",
-    "call",
-    "call_placing",
-    "call_tensor",
-    "place",
-    "take",
-]
-
 Task = Callable[[int, np.ndarray], Any]
 # Name of a block of multiprocessing.shared_memory, shape and dtype of the array in it.
 Placed = tuple[str, tuple[int, ...], np.dtype]

@@ -12,20 +12,6 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-__all__ = [
-    "LARGE",
-    "SMALL",
-    "begin_of",
-    "empty",
-    "ends",
-    "hold",
-    "item_of",
-    "large",
-    "reading",
-    "small",
-    "worker_of",
-]
-
 # Process ids of Linux have at most so many bits.
 _PROCESS_BITS = 22
 # Bytes of a result.

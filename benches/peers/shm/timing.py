@@ -18,8 +18,6 @@ from measure import OutputsDiffer, family
 from shm import tasks
 from shm.contestants import CONTESTANTS, Pool
 
-__all__ = ["binding", "empty_tasks", "results"]
-
 Request = dict[str, Any]
 # The most tasks in one measurement, so that lists of results fit in memory.
 _MOST_TASKS = 1_000_000

@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["TwoQueuePool"]
-
 # Name of the block, shape and dtype of the array in it.
 Reference = tuple[str, tuple[int, ...], np.dtype]
 

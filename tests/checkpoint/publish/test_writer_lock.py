@@ -149,7 +149,7 @@ if os.fork() == 0:
         try:
             owner.kill()
             # Its output is kept open by the orphan.
-            os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+            owner.wait(60)
             root = Root(tmp_path / "root", wait_seconds=5)
             # The orphan still holds the folder of the dead attempt, which nobody can tell from a live writer.
             assert root.recovered["live"] == [str(root.path / ".hf-1.incomplete")]

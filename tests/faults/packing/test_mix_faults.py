@@ -12,6 +12,7 @@ import pytest
 from support.distributed.programs import run
 from support.interrupts import wait_after_interrupt
 from support.packing.small_disk import small_disk
+from support.soak import chosen
 
 import tundish as td
 from tundish import _native
@@ -35,7 +36,7 @@ def test_killed_at_any_system_call_a_mix_is_there_whole_or_not_at_all(tmp_path: 
     assert hits > 10
     expected = td.mix(PLANS, [1, 2], num_packs=2000)
     whole = 0
-    for hit in range(hits):
+    for hit in chosen(range(hits)):
         folder = tmp_path / f"hit-{hit}"
         folder.mkdir()
         ran = run(["-c", SAVE, folder], env=os.environ | {"TUNDISH_FAILPOINT": f"kill {hit}"})

@@ -21,7 +21,7 @@ from support.soak import IS_SOAK
 
 from tundish.rtensor import Worker
 
-STEPS = 10_000 if IS_SOAK else 500
+STEPS = 10_000 if IS_SOAK else 100
 WARM_UP = STEPS // 5
 # On average, steps between two events.
 BETWEEN_EVENTS = 25

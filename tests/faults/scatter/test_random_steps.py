@@ -22,7 +22,7 @@ from support.soak import IS_SOAK
 import tundish as td
 
 WORLD = 3
-SEEDS, STEPS = (20, 400) if IS_SOAK else (3, 120)
+SEEDS, STEPS = (20, 400) if IS_SOAK else (2, 60)
 
 
 def large(number: int, rank: int) -> Any:

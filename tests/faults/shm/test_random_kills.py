@@ -17,7 +17,7 @@ from support.soak import IS_SOAK
 
 from tundish.shm import sweep
 
-KILLS = 200 if IS_SOAK else 20
+KILLS = 200 if IS_SOAK else 10
 ACTORS = 3
 
 # Runs until it is stopped. Every element of a segment is the same number; any other content is an error.

@@ -21,7 +21,7 @@ from support.soak import IS_SOAK
 import tundish as td
 from tundish.shm import SharedArray
 
-KILLS = 200 if IS_SOAK else 20
+KILLS = 200 if IS_SOAK else 10
 READERS = 3
 
 READ = (

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.distributed.programs import PIPE, Program
 from tundish import _native
 
 Root = _native.CheckpointRoot
@@ -63,9 +62,8 @@ def save(
 
 
 @contextlib.contextmanager
-def started(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def started(program: str, *arguments: object) -> Iterator[Program]:
+    process = Program(["-c", program, *arguments], stdin=PIPE, stdout=PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -203,7 +203,10 @@ def _run(
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (the interpreter's own)
+    # Its own: those of the fork server know whether its files can be sought.
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     _see(mounts)

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CONTESTANTS", "Contestant", "Handle", "Saver", "State", "fsync_files"]
-
 State = Mapping[str, torch.Tensor]
 
 
@@ -80,9 +78,6 @@ CONTESTANTS = {
     "writes": _contestant("bare direct writes", "floors", "DirectWrites"),
     "hf": _contestant("tundish save_hf", "ours", "Ours", arguments={"kind": "hf"}),
     "hf lazy": _contestant("tundish save_hf, lazy", "ours", "Ours", arguments={"kind": "hf", "lazy": True}),
-    "hf unsummed": _contestant(
-        "tundish save_hf, no checksums", "ours", "Ours", arguments={"kind": "hf", "checksum": None}
-    ),
     "dcp": _contestant("tundish save_dcp", "ours", "Ours", arguments={"kind": "dcp"}),
     "safetensors": _contestant("safetensors save_file", "safetensors_saves", "Safetensors", fsyncs=False),
     "seed": _contestant("the seed's form", "forked_writer", "ForkedWriter"),

@@ -18,12 +18,10 @@ _SHARD_BYTES_OF_MANY = 1_150_000_000
 class Ours:
     """`kind`: "hf" or "dcp"."""
 
-    def __init__(
-        self, root: Path, state: State, *, kind: str, lazy: bool = False, checksum: str | None = "crc64"
-    ) -> None:
+    def __init__(self, root: Path, state: State, *, kind: str, lazy: bool = False) -> None:
         self._kind = kind
         self._optimizer = torch.optim.SGD(list(state.values()), lr=0.1)
-        self._checkpointer = td.Checkpointer(root, on_failure="raise", checksum=checksum)
+        self._checkpointer = td.Checkpointer(root, on_failure="raise")
         self._options: dict[str, Any] = {}
         if lazy:
             self._options |= {"staging": "lazy", "optimizer": self._optimizer}

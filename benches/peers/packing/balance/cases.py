@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from measure import Contestant, OutputsDiffer, race
-from report import Row, Section, count, times_faster
+from report import Row, Section, compared, count
 
 import tundish as td
 from packing.balance.verl_partitions import balanced_partitions
@@ -15,8 +15,6 @@ from packing.distributions import CHAT, draw_lengths
 VERL = "verl get_seqlen_balanced_partitions"
 SAMPLES = (1000, 10_000)
 PARTS = (8, 64)
-JUDGED_SAMPLES = 10_000
-OVER_VERL = 20.0
 
 
 def balance(scale: Scale) -> Section:
@@ -50,5 +48,4 @@ def _row(scale: Scale, samples: int, parts: int, *, equal_counts: bool) -> Row:
     case = f"{CHAT.name}, {count(samples)}, {parts} parts" + (", equal counts" if equal_counts else "")
     if sorted(part.tolist() for part in ours()) != sorted(sorted(part) for part in theirs()):
         raise OutputsDiffer(f"{case}: tundish and verl disagree")
-    target = OVER_VERL if samples == JUDGED_SAMPLES else None
-    return times_faster(case, seconds["tundish"], VERL, seconds[VERL], samples=samples, at_least=target)
+    return compared(case, seconds["tundish"], VERL, seconds[VERL], samples=samples)

@@ -5,13 +5,12 @@ Invariant: lengths are cut to a pack, so that all packers pack the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from measure import Contestant, OutputsDiffer, race
-from report import Row, Section, count, duration, times_faster
+from report import Row, Section, compared, count, duration
 
 import tundish as td
 from packing.cases import MAX_LENGTH, SEED, Scale
@@ -26,9 +25,6 @@ from packing.distributions import (
 from packing.whole.peers import PEERS, Lengths
 
 BEST_FIT_SAMPLES = 10**6
-ORDERED_SAMPLES = 10**7
-OVER_HARD = 2.5
-LEAST_FILL = 0.97
 MOST_IMAGES = 32
 BEST_FIT_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, mode="best_fit", seed={SEED}, threads=1)`: lengths int32, all arrays of the plan. \
@@ -80,13 +76,12 @@ def _best_fit_rows(scale: Scale, samples: int, distribution: Distribution) -> li
         if packs < ours:
             raise OutputsDiffer(f"{peer.name} needs {packs} packs for {distribution.name}, tundish {ours}")
         fill = int(packed.sum(dtype=np.int64)) / MAX_LENGTH
-        row = times_faster(
+        row = compared(
             f"{distribution.name}, {count(samples)}, {fill / ours:.2%} full",
             seconds["tundish"],
             f"{peer.name}, {fill / packs:.2%} full",
             seconds[peer.name] * samples / len(packed),
             samples=samples,
-            at_least=peer.at_least if samples == BEST_FIT_SAMPLES else None,
         )
         rows.append(row)
     return rows
@@ -106,7 +101,6 @@ def _ordered_rows(
     scale: Scale, lengths: Lengths, order: npt.NDArray[np.int64], distribution: Distribution
 ) -> list[Row]:
     samples = len(lengths)
-    judged = samples == ORDERED_SAMPLES
     contestants = {
         mode: Contestant(lambda mode=mode: _pack(lengths, mode, order=order), len)
         for mode in ("hard", "ordered", "sequential")
@@ -116,11 +110,7 @@ def _ordered_rows(
     for mode in ("ordered", "sequential"):
         fill = int(lengths.sum(dtype=np.int64)) / MAX_LENGTH / len(_pack(lengths, mode, order=order))
         case = f"{distribution.name}, {count(samples)}, {mode}"
-        target = 1 / OVER_HARD if judged else None
-        rows.append(
-            times_faster(case, seconds[mode], "hard", seconds["hard"], samples=samples, at_least=target)
-        )
-        has_least = mode == "ordered" and distribution is CHAT and judged
+        rows.append(compared(case, seconds[mode], "hard", seconds["hard"], samples=samples))
         rows.append(
             Row(
                 case=f"{case}, fill",
@@ -128,8 +118,6 @@ def _ordered_rows(
                 peer="tokens over the packs' room",
                 peers="–",
                 figure=f"{fill:.2%}",
-                target=f"≥ {LEAST_FILL:.0%}" if has_least else "–",
-                met=fill >= LEAST_FILL if has_least else None,
             )
         )
     return rows
@@ -142,18 +130,12 @@ def costs(scale: Scale) -> Section:
     images = np.random.default_rng(RANDOM_SEED).integers(0, 5, samples)
     section = Section(title="Costs", note=COSTS_NOTE)
 
-    def add_row(
-        case: str, ours: Callable[[], int], peer: str, theirs: Callable[[], int], packed: int
-    ) -> None:
-        seconds = race({"ours": Contestant(ours, int), "theirs": Contestant(theirs, int)}, scale.least_rounds)
-        section.rows.append(times_faster(case, seconds["ours"], peer, seconds["theirs"], samples=packed))
-
     for mode in ("best_fit", "ordered"):
-        add_row(
-            f"chat, {count(samples)}, {mode} with costs",
-            lambda mode=mode: len(_pack(chat, mode, costs=images, max_cost=MOST_IMAGES)),
-            f"{mode} without costs",
-            lambda mode=mode: len(_pack(chat, mode)),
-            samples,
-        )
+        contestants = {
+            "with": Contestant(lambda mode=mode: _pack(chat, mode, costs=images, max_cost=MOST_IMAGES), len),
+            "without": Contestant(lambda mode=mode: _pack(chat, mode), len),
+        }
+        seconds = race(contestants, scale.least_rounds)
+        case, peer = f"chat, {count(samples)}, {mode} with costs", f"{mode} without costs"
+        section.rows.append(compared(case, seconds["with"], peer, seconds["without"], samples=samples))
     return section

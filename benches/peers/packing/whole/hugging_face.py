@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import trl
 from measure import Contestant, OutputsDiffer, race
-from report import Section, count, times_faster
+from report import Section, compared, count
 
 import tundish as td
 from packing.cases import MAX_LENGTH, Scale
@@ -18,7 +18,6 @@ from packing.distributions import CHAT, draw_lengths
 ROWS = 10**6
 TRL_ROWS = 10**5
 BATCH = 8
-OVER_TRL = 50.0
 NOTE = f"""\
 From a `datasets.Dataset` with `input_ids` (int32, chat lengths) to its first {BATCH} packs of {MAX_LENGTH} tokens: \
 `td.hf.pack_dataset(dataset, {MAX_LENGTH}, strategy="bfd")[:{BATCH}]`, and the same of `trl.pack_dataset`, in memory. \
@@ -50,13 +49,12 @@ def first_batch(scale: Scale) -> Section:
     seconds = race({"tundish": Contestant(ours, int), "trl": Contestant(theirs, int)}, scale.least_rounds)
     if left := set(_files(Path(datasets.config.HF_DATASETS_CACHE))) - before:
         raise OutputsDiffer(f"packing left files: {', '.join(map(str, left))}")
-    row = times_faster(
+    row = compared(
         f"chat, {count(rows)} rows",
         seconds["tundish"],
         "TRL pack_dataset",
         seconds["trl"] * rows / few,
         samples=rows,
-        at_least=OVER_TRL if rows == ROWS else None,
     )
     return Section(title="First batch of a packed Hugging Face dataset", note=NOTE, rows=[row])
 

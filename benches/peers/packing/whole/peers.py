@@ -40,7 +40,6 @@ class Peer:
     name: str
     # From token counts, which is not timed, to a call that packs and returns how many packs there are.
     prepare: Callable[[Lengths, int], Callable[[], int]]
-    at_least: float
     most_samples: int
 
 
@@ -100,9 +99,9 @@ def seqpacker_call(lengths: Lengths, max_length: int) -> Callable[[], int]:
 
 
 PEERS = (
-    Peer(name="TRL pack_dataset", prepare=trl_call, at_least=300.0, most_samples=10**5),
-    Peer(name="Axolotl pack_parallel", prepare=axolotl_call, at_least=200.0, most_samples=10**5),
-    Peer(name="ms-swift (binpacking)", prepare=swift_call, at_least=300.0, most_samples=10**5),
-    Peer(name="lightbinpack obfd", prepare=lightbinpack_call, at_least=15.0, most_samples=10**6),
-    Peer(name="seqpacker obfd", prepare=seqpacker_call, at_least=8.0, most_samples=10**6),
+    Peer(name="TRL pack_dataset", prepare=trl_call, most_samples=10**5),
+    Peer(name="Axolotl pack_parallel", prepare=axolotl_call, most_samples=10**5),
+    Peer(name="ms-swift (binpacking)", prepare=swift_call, most_samples=10**5),
+    Peer(name="lightbinpack obfd", prepare=lightbinpack_call, most_samples=10**6),
+    Peer(name="seqpacker obfd", prepare=seqpacker_call, most_samples=10**6),
 )

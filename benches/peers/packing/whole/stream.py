@@ -13,7 +13,7 @@ import torch
 import trl
 from measure import Contestant, OutputsDiffer, race
 from pyarrow import parquet
-from report import Row, Section, count, times_faster
+from report import Row, Section, compared, count
 
 import tundish as td
 from packing.cases import MAX_LENGTH, Scale
@@ -21,8 +21,6 @@ from packing.distributions import DISTRIBUTIONS, Distribution, draw_lengths
 
 ROWS = 20_000
 ROUNDS = 5
-OVER_TRL = 5.0
-OF_READING = 0.9
 READING = "reading the stream alone"
 NOTE = f"""\
 One process, from a Parquet file of `input_ids` (int64, lists of at most {MAX_LENGTH}) through \
@@ -72,21 +70,16 @@ def _rows(folder: Path, rows: int, distribution: Distribution) -> list[Row]:
     for name, call in calls.items():
         if (found := call()) != tokens:
             raise OutputsDiffer(f"{name} gives {found} tokens of {tokens}")
-    targets = {
-        "TRL pack_dataset, to tensors": OVER_TRL,
-        "TRL pack_dataset, to lists": None,
-        READING: OF_READING,
-    }
     return [
-        times_faster(
+        compared(
             f"{distribution.name}, {count(rows)} samples",
             seconds["tundish"],
             peer,
             seconds[peer],
             samples=tokens,
-            at_least=target if rows == ROWS else None,
         )
-        for peer, target in targets.items()
+        for peer in calls
+        if peer != "tundish"
     ]
 
 

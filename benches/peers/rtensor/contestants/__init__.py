@@ -11,8 +11,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["consumer_class", "owner_class"]
-
 # The module of each contestant, and its class of consumers.
 _CONSUMERS = {
     "ours": ("tundish_rtensor", "SocketConsumer"),

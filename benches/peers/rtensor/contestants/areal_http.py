@@ -14,8 +14,6 @@ from werkzeug.serving import make_server
 from rtensor.contestants.areal_modules import areal
 from rtensor.tensors import make
 
-__all__ = ["Consumer", "Owner"]
-
 _rtensor = areal("infra.rpc.rtensor")
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from import_alone import import_alone
 
-__all__ = ["areal"]
-
 _PACKAGES = (
     "areal",
     "areal.infra",

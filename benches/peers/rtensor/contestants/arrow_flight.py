@@ -11,8 +11,6 @@ from pyarrow import flight
 
 from rtensor.tensors import make
 
-__all__ = ["Consumer", "Owner"]
-
 # torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 

@@ -8,8 +8,6 @@ import torch
 
 from rtensor.tensors import make
 
-__all__ = ["Consumer", "Owner"]
-
 
 class Owner:
     place = ""

@@ -13,8 +13,6 @@ import torch
 
 from rtensor.tensors import CASES, make
 
-__all__ = ["Consumer", "Owner"]
-
 # The fastest of 0.2 to 4 MiB and of the system's default: small enough for the processor's cache.
 _BUFFER = 1 << 20
 # Short calls, so that the kernel does not hold the connection for long.

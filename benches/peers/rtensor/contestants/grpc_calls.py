@@ -12,8 +12,6 @@ import torch
 
 from rtensor.tensors import make
 
-__all__ = ["Owner", "StreamConsumer", "UnaryConsumer"]
-
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 # torch warns of read-only memory; nobody writes to it.

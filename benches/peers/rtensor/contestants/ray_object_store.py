@@ -20,8 +20,6 @@ import ray
 
 from rtensor.tensors import make
 
-__all__ = ["ArrayConsumer", "Owner", "TensorConsumer"]
-
 # torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 

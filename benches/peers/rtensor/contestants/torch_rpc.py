@@ -11,8 +11,6 @@ from torch.distributed import rpc
 
 from rtensor.tensors import make
 
-__all__ = ["Consumer", "Owner"]
-
 _kept: dict[str, list[torch.Tensor]] = {}
 
 

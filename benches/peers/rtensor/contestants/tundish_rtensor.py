@@ -11,8 +11,6 @@ import torch
 from rtensor.tensors import make
 from tundish import rtensor
 
-__all__ = ["BufferConsumer", "Owner", "SharedMemoryConsumer", "SocketConsumer"]
-
 _LIMIT = 4 << 30
 
 

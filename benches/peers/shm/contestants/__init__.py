@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["CONTESTANTS", "LOKY", "PACKAGES", "Contestant", "Pool", "Task"]
-
 Task = Callable[[int, np.ndarray], Any]
 # The start method of loky.
 LOKY = "loky"

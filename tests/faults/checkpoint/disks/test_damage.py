@@ -25,7 +25,7 @@ from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
 
 PAGE = 4096
-PLACES = 480 if IS_SOAK else 48
+PLACES = 480 if IS_SOAK else 10
 
 
 @pytest.fixture(scope="module")

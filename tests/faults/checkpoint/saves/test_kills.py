@@ -18,7 +18,7 @@ from support.soak import IS_SOAK
 
 from tundish.checkpoint import Checkpointer
 
-KILLS = 300 if IS_SOAK else 15
+KILLS = 300 if IS_SOAK else 10
 # About what a start takes; then steps that are published before a kill, and about what some more take.
 STARTING, STEPS, TRAINING = 0.5, 2, 0.3
 

@@ -23,7 +23,7 @@ from support.soak import IS_SOAK
 import tundish as td
 from tundish.errors import PoolError, WorkerDiedError
 
-KILLS = 200 if IS_SOAK else 40
+KILLS = 200 if IS_SOAK else 10
 
 DEATHS = {
     "kill": "SIGKILL",
