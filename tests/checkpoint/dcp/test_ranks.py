@@ -258,7 +258,7 @@ def wait_for_an_owner(rank: int, line: Line) -> None:
         owner.stdout.readline()
     distributed.barrier()
     started = time.monotonic()
-    Checkpointer(root, on_failure="raise", timeout=1).close()
+    Checkpointer(root, on_failure="raise", timeout=20).close()
     line.say(time.monotonic() - started)
     if owner is not None:
         owner.communicate()
