@@ -31,6 +31,9 @@ pub(crate) fn replace_file(py: Python<'_>, target: PathBuf, contents: &[u8]) -> 
 /// A folder that is abandoned, dropped, or left by a killed process never appears.
 #[pyclass(frozen)]
 pub(crate) struct AtomicFolder {
+    /// The hidden folder.
+    #[pyo3(get)]
+    path: PathBuf,
     writing: Mutex<Option<Writing>>,
 }
 
@@ -45,8 +48,9 @@ impl AtomicFolder {
     #[new]
     fn new(py: Python<'_>, target: PathBuf) -> PyResult<Self> {
         enter(py, None, |_| {
-            let writing = Writing { files: HashMap::new(), folder: tundish_commit::AtomicFolder::create(&target)? };
-            Ok(Self { writing: Mutex::new(Some(writing)) })
+            let folder = tundish_commit::AtomicFolder::create(&target)?;
+            let path = folder.path().to_path_buf();
+            Ok(Self { path, writing: Mutex::new(Some(Writing { files: HashMap::new(), folder })) })
         })
     }
 

@@ -51,7 +51,7 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint::read_lock::CheckpointReadLock;
     #[pymodule_export]
-    use super::checkpoint::readonly_root::{ReadonlyCheckpointRoot, open_checkpoints_readonly};
+    use super::checkpoint::readonly_root::{ReadonlyCheckpointRoot, open_checkpoints_readonly, unfinished_name};
     #[pymodule_export]
     use super::checkpoint::shard_writer::{ShardWriter, sweep_writer_slots};
     #[pymodule_export]

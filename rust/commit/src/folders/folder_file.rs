@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::disk::{self, Disk, RealDisk};
 use crate::error::CommitError;
-use crate::files::writeback::{WINDOW, Writeback};
+use crate::files::{WINDOW, Writeback};
 use crate::folders::write_status::WriteStatus;
 
 /// A file of an [`AtomicFolder`](crate::AtomicFolder), made by

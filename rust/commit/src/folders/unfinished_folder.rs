@@ -1,7 +1,7 @@
 //! The hidden folder of a writer, and the lock that shows whether the writer lives.
 //!
-//! A writer holds `flock(LOCK_EX)` on its hidden folder from before the first file until the folder is published or
-//! removed. The kernel drops the lock with the last descriptor, however the writer ends.
+//! A writer holds `flock(LOCK_SH)` on its hidden folder from before the first file until the folder is published or
+//! removed. Other processes that write into it hold one too; a sweep takes `LOCK_EX`. The kernel drops the lock with the last descriptor, however the writer ends.
 //!
 //! Invariants:
 //!
@@ -84,7 +84,7 @@ impl UnfinishedFolder {
 
 /// Locks a new folder; `false` when a sweep was faster.
 fn is_kept(parent: &OwnedFd, name: &OsStr, folder: &OwnedFd, path: &Path) -> Result<bool, CommitError> {
-    match RealDisk.lock_folder(folder, LockMode::Exclusive, path)? {
+    match RealDisk.lock_folder(folder, LockMode::Shared, path)? {
         LockOutcome::HeldByAnother => Ok(false),
         LockOutcome::Taken | LockOutcome::Unknown => leads_to(&RealDisk, parent, name, folder, path),
     }

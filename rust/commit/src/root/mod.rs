@@ -56,7 +56,7 @@ mod thread_locks;
 mod writer_lock;
 
 pub use checkpoint_root::Root;
-pub use contents::{CheckpointInfo, Damage};
+pub use contents::{CheckpointInfo, Damage, unfinished_name};
 pub use open::OpenOptions;
 pub use reading::{DamagedCheckpoint, ReadLock, ReadonlyRoot, RootListing, read_lock_at, verify_checkpoint};
 pub use recovery::RecoveryReport;

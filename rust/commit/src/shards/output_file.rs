@@ -13,8 +13,8 @@ use rustix::io::Errno;
 
 use crate::disk::{self, Disk};
 use crate::error::CommitError;
-use crate::files::folder_tree::{FolderTree, TreeFile};
-use crate::files::writeback::{WINDOW, Writeback};
+use crate::files::{FolderTree, TreeFile};
+use crate::files::{WINDOW, Writeback};
 
 /// Whether the file system has direct I/O; shared by all files of a writer.
 #[derive(Debug, Default)]

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::files::writeback::WINDOW;
-use crate::staging::FileImage;
+use crate::files::WINDOW;
+use crate::staging::Memory;
 
-/// Bytes of an image for one file.
+/// Bytes for one file, and the memory that they lie in.
 pub(super) struct SubmittedBytes {
     pub(super) file: usize,
     pub(super) offset: u64,
-    pub(super) image: Arc<FileImage>,
+    pub(super) memory: Arc<dyn Memory>,
     pub(super) start: usize,
     pub(super) length: usize,
 }
@@ -19,8 +19,8 @@ impl SubmittedBytes {
     pub(super) fn cut_chunk(&mut self) -> SubmittedBytes {
         let room = WINDOW - self.offset % WINDOW;
         let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
-        let image = Arc::clone(&self.image);
-        let chunk = SubmittedBytes { file: self.file, offset: self.offset, image, start: self.start, length };
+        let memory = Arc::clone(&self.memory);
+        let chunk = SubmittedBytes { file: self.file, offset: self.offset, memory, start: self.start, length };
         self.offset += length as u64;
         self.start += length;
         self.length -= length;

@@ -13,10 +13,10 @@ use super::pending_write::SubmittedBytes;
 use super::writer_threads::SharedWriterState;
 use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
-use crate::files::folder_tree::{FolderTree, TreeFile};
-use crate::files::writeback::WINDOW;
+use crate::files::WINDOW;
+use crate::files::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
-use crate::staging::FileImage;
+use crate::staging::Memory;
 
 /// The most threads that write. One alone saturates the disks measured; the others keep the disk busy while one sums,
 /// or waits for a processor that training uses.
@@ -112,30 +112,31 @@ impl<D: Disk> ShardWriter<D> {
         Ok(())
     }
 
-    /// Submits `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`. Returns at
+    /// Submits `length` bytes of `memory` from `start` on, to be written at `offset` of the file `name`. Returns at
     /// once.
     ///
-    /// The writer keeps the image until the bytes are on the disk. Do not change them before.
+    /// The writer keeps the memory until the bytes are on the disk. Do not change them before.
     ///
     /// # Errors
-    /// [`CommitError::InvalidWrite`] for an unknown file, a range outside the image or the file, bytes that were
+    /// [`CommitError::InvalidWrite`] for an unknown file, a range outside the memory or the file, bytes that were
     /// submitted before, and after `finish` or `abort`; the writer stays usable. [`CommitError::Poisoned`] or
     /// [`CommitError::Panicked`] after a failure.
     pub fn write(
         &self,
         name: &str,
         offset: u64,
-        image: &Arc<FileImage>,
+        memory: &Arc<impl Memory + 'static>,
         start: usize,
         length: usize,
     ) -> Result<(), CommitError> {
         self.check_process()?;
-        let in_image = start.checked_add(length).is_some_and(|end| end <= image.size());
-        if !in_image {
-            let reason = format!("bytes {start} + {length} are not in an image of {}", image.size());
+        let size = memory.bytes().len();
+        if start.checked_add(length).is_none_or(|end| end > size) {
+            let reason = format!("bytes {start} + {length} are not in memory of {size}");
             return Err(CommitError::InvalidWrite { path: self.shared.path().join(name), reason });
         }
-        self.shared.submit(name, SubmittedBytes { file: 0, offset, image: Arc::clone(image), start, length })
+        let memory: Arc<dyn Memory> = Arc::clone(memory) as _;
+        self.shared.submit(name, SubmittedBytes { file: 0, offset, memory, start, length })
     }
 
     /// Bytes that are written (and summed, if wanted), whose memory may be reused; and bytes of all files.

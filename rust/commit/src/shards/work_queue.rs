@@ -10,7 +10,7 @@ use super::pending_write::SubmittedBytes;
 use super::writer_slots::WriterSlot;
 use crate::checksum::Checksum;
 use crate::error::CommitError;
-use crate::files::file_progress::FileProgress;
+use crate::files::FileProgress;
 
 /// Written files that wait for their fsync while there is more to write. The first fsync of many small files commits
 /// the others too, and each waiting file has two open descriptors.
@@ -197,7 +197,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::files::writeback::WINDOW;
+    use crate::files::WINDOW;
     use crate::staging::FileImage;
 
     /// A queue of files of one chunk each, all submitted.
@@ -211,8 +211,8 @@ mod tests {
     }
 
     fn chunk(file: usize) -> SubmittedBytes {
-        let image = Arc::new(FileImage::new(0).unwrap());
-        SubmittedBytes { file, offset: 0, image, start: 0, length: WINDOW as usize }
+        let memory = Arc::new(FileImage::new(0).unwrap());
+        SubmittedBytes { file, offset: 0, memory, start: 0, length: WINDOW as usize }
     }
 
     fn begin_write(queue: &mut WorkQueue) -> usize {

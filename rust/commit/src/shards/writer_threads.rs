@@ -17,7 +17,7 @@ use super::writer_slots::{WriterSlot, WriterSlots};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, FileStat};
 use crate::error::CommitError;
-use crate::files::folder_tree::{FolderTree, TreeFile};
+use crate::files::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
 
 /// Between two attempts to take a slot: a fraction of the time waited so far, within these limits.
@@ -265,7 +265,7 @@ impl<D: Disk> SharedWriterState<D> {
 
     fn write(&self, write: SubmittedBytes) -> Result<WorkResult, CommitError> {
         let file = &self.files[write.file];
-        let bytes = write.image.bytes(write.start, write.length);
+        let bytes = &write.memory.bytes()[write.start..write.start + write.length];
         let output = self.output(file)?;
         output.write(&self.disk, write.offset, bytes, &file.tree_file.path, &self.direct_io)?;
         let checksum = self.checksum.then(|| Checksum::of(bytes));

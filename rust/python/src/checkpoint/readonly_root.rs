@@ -63,6 +63,12 @@ impl ReadonlyCheckpointRoot {
     }
 }
 
+/// The name of the folder in a root in which a checkpoint is written.
+#[pyfunction]
+pub(crate) fn unfinished_name(kind: &str, step: u64) -> PyResult<String> {
+    Ok(tundish_commit::root::unfinished_name(parse_kind(kind)?, step))
+}
+
 /// Open a root for reading.
 #[pyfunction]
 pub(crate) fn open_checkpoints_readonly(py: Python<'_>, path: PathBuf) -> PyResult<ReadonlyCheckpointRoot> {

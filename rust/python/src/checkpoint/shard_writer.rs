@@ -1,12 +1,16 @@
 //! [`ShardWriter`], and the sweep of the slots of killed writers.
 //!
 //! Invariant: no writer is joined with the GIL held.
+#![allow(unsafe_code)]
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use tundish_commit::shards::{self, WriterOptions};
+use tundish_commit::staging::Memory;
 use tundish_packing::Progress;
 
 use super::callbacks::tick;
@@ -47,16 +51,19 @@ impl ShardWriter {
         })
     }
 
-    /// Submit `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`.
-    fn write(
-        &self,
-        name: &str,
-        offset: u64,
-        image: &FileImage,
-        start: usize,
-        length: usize,
-    ) -> Result<(), BindingError> {
-        Ok(self.writer.write(name, offset, &image.image, start, length)?)
+    /// Submit `length` bytes of a file image, or of a contiguous buffer, from `start` on, to be written at `offset` of
+    /// the file `name`. The memory is kept until it is written; do not change it before.
+    fn write(&self, name: &str, offset: u64, source: &Bound<'_, PyAny>, start: usize, length: usize) -> PyResult<()> {
+        let submitted = if let Ok(image) = source.cast::<FileImage>() {
+            self.writer.write(name, offset, &image.get().image, start, length)
+        } else {
+            let buffer = PyBuffer::<u8>::get(source)?;
+            if !buffer.is_c_contiguous() {
+                return Err(BindingError::Value(format!("the bytes for {name} do not lie one after the other")).into());
+            }
+            self.writer.write(name, offset, &Arc::new(BufferMemory { buffer }), start, length)
+        };
+        Ok(submitted.map_err(BindingError::from)?)
     }
 
     /// Bytes that are written (and summed), whose memory may be reused; and bytes of all files.
@@ -86,6 +93,22 @@ impl ShardWriter {
             self.writer.abort();
             Ok(())
         })
+    }
+}
+
+/// The memory of a Python buffer, such as that of a tensor.
+struct BufferMemory {
+    buffer: PyBuffer<u8>,
+}
+
+impl Memory for BufferMemory {
+    fn bytes(&self) -> &[u8] {
+        let length = self.buffer.len_bytes();
+        if length == 0 {
+            return &[];
+        }
+        // SAFETY: the buffer is contiguous, and keeps its memory where it is as long as it lives.
+        unsafe { std::slice::from_raw_parts(self.buffer.buf_ptr().cast(), length) }
     }
 }
 

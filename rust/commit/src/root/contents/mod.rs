@@ -6,5 +6,6 @@ pub(crate) mod root_names;
 pub(crate) mod whole_checkpoint;
 
 pub(crate) use open_folder::OpenFolder;
+pub use root_names::unfinished_name;
 pub use whole_checkpoint::{CheckpointInfo, Damage};
 pub(crate) use whole_checkpoint::{CheckpointKey, Checkpoints, newest};

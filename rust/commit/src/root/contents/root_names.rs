@@ -41,6 +41,11 @@ pub(crate) fn unfinished(kind: CheckpointKind, step: u64) -> OsString {
     format!(".{kind}-{step}.incomplete").into()
 }
 
+/// The name of the folder in which a checkpoint is written.
+pub fn unfinished_name(kind: CheckpointKind, step: u64) -> String {
+    unfinished(kind, step).to_string_lossy().into_owned()
+}
+
 pub(crate) fn removed(kind: CheckpointKind, step: u64, number: u64) -> OsString {
     format!(".{kind}-{step}.removed-{number}").into()
 }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use crate::checksum::Checksum;
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::files::file_checksums::{self, ChecksumFailure, FileToSum};
+use crate::files::{ChecksumFailure, FileToSum, checksums};
 use crate::manifest::{self, Manifest, ManifestEntry};
 use crate::root::contents::whole_checkpoint::{
     ReadManifest, compare_sizes, open_inner_folders, parent_and_name, read_manifest, refuse_damaged, unlisted_files,
@@ -126,7 +126,7 @@ fn compare_bytes<'a, D: Disk + Clone>(
             FileToSum { folder: &folder.folder, base_name: OsStr::new(base_name), path, size: file.size }
         })
         .collect();
-    let outcomes = file_checksums::checksums(&top.disk, &sources, &top.path, on_progress)?;
+    let outcomes = checksums(&top.disk, &sources, &top.path, on_progress)?;
     for ((file, expected), outcome) in summed.iter().zip(outcomes) {
         damaged.push(match outcome {
             Ok(found) if found == *expected => continue,

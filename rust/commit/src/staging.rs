@@ -1,22 +1,142 @@
-//! The memory of file images, kept for the next ones.
+//! Staging memory: holds the bytes of files until they are on the disk.
 //!
-//! Invariants:
-//!
-//! 1. Memory in use and cached memory together never exceed the most that was ever in use at once. So a save takes no
-//!    more memory than its images, rounded up (see [`capacity_of`]).
-//! 2. Free ranges are disjoint and not empty; adjacent ones are merged. An image is cut from the smallest range that
-//!    holds it, so that images of other sizes reuse the memory.
-//! 3. Only the process that made an arena uses it. A child made by `fork` makes its own, because a thread that it does
-//!    not have may hold the inherited lock. Arenas are never freed.
+//! A [`FileImage`] is the memory of one file, laid out as the file. An arena keeps freed memory for the next save,
+//! because fresh pages cost fifteen to twenty times a copy into warm ones.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::process;
-use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{process, ptr, thread};
 
-use super::mapped_memory::{self, HUGE_PAGE};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+// [`FileImage`], the memory of one file.
+
+/// Bytes that a thread populates at a time: some ten milliseconds.
+const POPULATED_AT_ONCE: usize = 64 << 20;
+
+/// More threads do not help: the kernel's lock of the address space, and memory itself, are the limit.
+const MAX_THREADS: usize = 16;
+
+/// `size` bytes of page-aligned memory, laid out as a file on the disk.
+///
+/// The initial bytes are undefined: zeros, or those of an earlier image. Dropping the image returns its memory to the
+/// arena; writers keep a reference until the bytes are on the disk. In a child made by `fork` it reads as zeros.
+#[derive(Debug)]
+pub struct FileImage {
+    start: NonNull<u8>,
+    size: usize,
+    capacity: usize,
+    arena: &'static Arena,
+}
+
+// SAFETY: nothing else owns the memory of an image. Its bytes are reached only through the pointer, whose users
+// coordinate their accesses.
+unsafe impl Send for FileImage {}
+// SAFETY: as above.
+unsafe impl Sync for FileImage {}
+
+/// Memory that files are written from: images, or where tensors lie.
+pub trait Memory: Send + Sync {
+    /// All bytes.
+    ///
+    /// A caller that changes bytes while they are written gets a file of old and new bytes and a checksum that may fit
+    /// neither. Verifying the file finds that; memory safety is not affected.
+    fn bytes(&self) -> &[u8];
+}
+
+impl Memory for FileImage {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the memory of an image is mapped, and the kernel initialized every byte with zero.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.size) }
+    }
+}
+
+/// The system has no memory for an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "cannot allocate {size} bytes of staging memory; save less at once, lower the staging limit, or give the process \
+     more memory"
+)]
+pub struct OutOfMemory {
+    /// The requested bytes.
+    pub size: usize,
+}
+
+impl FileImage {
+    /// An image of `size` bytes, which may be 0.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] where the address space or the limits of the process have no room.
+    pub fn new(size: usize) -> Result<Self, OutOfMemory> {
+        Self::in_arena(Arena::of_process(), size)
+    }
+
+    pub(super) fn in_arena(arena: &'static Arena, size: usize) -> Result<Self, OutOfMemory> {
+        // This is the maximal length of a slice.
+        let capacity = capacity_of(size).filter(|&capacity| isize::try_from(capacity).is_ok());
+        let taken = capacity.and_then(|capacity| Some((arena.take(capacity)?, capacity)));
+        let (start, capacity) = taken.ok_or(OutOfMemory { size })?;
+        Ok(FileImage { start, size, capacity, arena })
+    }
+
+    /// The size in bytes.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// The first byte, page-aligned unless the size is 0. Valid for reads and writes of [`size`](FileImage::size) bytes
+    /// as long as the image lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Allocates all pages on as many threads as there are processors, up to 16; changes no byte. Call it before a
+    /// device driver pins the memory, which would fault the pages one by one on a single thread.
+    pub fn populate(&self) {
+        let next = AtomicUsize::new(0);
+        let work = || {
+            loop {
+                let start = next.fetch_add(POPULATED_AT_ONCE, Ordering::Relaxed);
+                if start >= self.capacity {
+                    return;
+                }
+                // SAFETY: within the image.
+                let begin = unsafe { self.start.add(start) };
+                populate(begin, POPULATED_AT_ONCE.min(self.capacity - start));
+            }
+        };
+        let available = thread::available_parallelism().map_or(1, usize::from);
+        let threads = self.capacity.div_ceil(POPULATED_AT_ONCE).min(available).min(MAX_THREADS);
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                // If a thread cannot be started, the others do its part.
+                let _ = thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
+        });
+    }
+}
+
+impl Drop for FileImage {
+    fn drop(&mut self) {
+        // SAFETY: taken from this arena, and dropped once.
+        unsafe { self.arena.give_back(self.start, self.capacity) };
+    }
+}
+
+// The memory of file images, kept for the next ones.
+//
+// Invariants:
+//
+// 1. Memory in use and cached memory together never exceed the most that was ever in use at once. So a save takes no
+//    more memory than its images, rounded up (see [`capacity_of`]).
+// 2. Free ranges are disjoint and not empty; adjacent ones are merged. An image is cut from the smallest range that
+//    holds it, so that images of other sizes reuse the memory.
+// 3. Only the process that made an arena uses it. A child made by `fork` makes its own, because a thread that it does
+//    not have may hold the inherited lock. Arenas are never freed.
 
 /// From this size on images are whole huge pages, which adds at most one part in 32.
 const WHOLE_HUGE_PAGES: usize = 32 * HUGE_PAGE;
@@ -106,8 +226,7 @@ impl Arena {
         drop(state);
         unmap(&released);
         // A limit on the address space counts cached memory too.
-        let start =
-            mapped_memory::map(capacity).or_else(|| (self.trim() > 0).then(|| mapped_memory::map(capacity)).flatten());
+        let start = map(capacity).or_else(|| (self.trim() > 0).then(|| map(capacity)).flatten());
         self.lock().took(capacity, start.is_some());
         start
     }
@@ -132,7 +251,7 @@ impl Arena {
         } else {
             // SAFETY: the caller's promise. In a child made by `fork` the range is the child's own, and its arena
             // another.
-            unsafe { mapped_memory::unmap(start, capacity) };
+            unsafe { unmap_range(start, capacity) };
         }
     }
 
@@ -145,7 +264,7 @@ impl Arena {
 fn unmap(ranges: &[(RangeStart, usize)]) {
     for &(range, length) in ranges {
         // SAFETY: the range was free and is no longer listed.
-        unsafe { mapped_memory::unmap(range.0, length) };
+        unsafe { unmap_range(range.0, length) };
     }
 }
 
@@ -213,11 +332,11 @@ impl State {
 }
 
 #[cfg(test)]
-mod tests {
+mod arena_tests {
     use proptest::prelude::*;
 
-    use super::super::FileImage;
     use super::*;
+    use super::{FileImage, Memory};
 
     const PAGE: usize = 4096;
 
@@ -275,7 +394,7 @@ mod tests {
         drop(first);
         assert_eq!(stats(arena), StagingStats { in_use: 0, cached: 5 << 20, peak: 5 << 20 });
         let again = image(arena, (5 << 20) - 100);
-        assert_eq!((again.as_ptr(), again.bytes(0, 1)), (address, &[7][..]));
+        assert_eq!((again.as_ptr(), &again.bytes()[..1]), (address, &[7][..]));
         drop(again);
         assert_eq!(arena.trim(), 5 << 20);
         assert_eq!(stats(arena), StagingStats { in_use: 0, cached: 0, peak: 5 << 20 });
@@ -314,9 +433,9 @@ mod tests {
     #[test]
     fn every_page_is_fresh_or_was_an_image_s() {
         let arena = new_arena();
-        assert!(image(arena, 0).bytes(0, 0).is_empty());
+        assert!(image(arena, 0).bytes().is_empty());
         assert_eq!(stats(arena), StagingStats::default());
-        assert!(image(arena, 3 << 20).bytes(0, 3 << 20).iter().all(|&byte| byte == 0));
+        assert!(image(arena, 3 << 20).bytes().iter().all(|&byte| byte == 0));
     }
 
     proptest! {
@@ -337,7 +456,7 @@ mod tests {
                     live.push((image, mark));
                 } else {
                     let (image, mark) = live.swap_remove(index.index(live.len()));
-                    prop_assert!(image.bytes(0, image.size()).iter().all(|&byte| byte == mark));
+                    prop_assert!(image.bytes().iter().all(|&byte| byte == mark));
                 }
                 arena.lock().check();
                 let stats = stats(arena);
@@ -348,10 +467,65 @@ mod tests {
                 prop_assert!(stats.in_use + stats.cached <= stats.peak);
             }
             for (image, mark) in live {
-                prop_assert!(image.bytes(0, image.size()).iter().all(|&byte| byte == mark));
+                prop_assert!(image.bytes().iter().all(|&byte| byte == mark));
             }
             let cached = stats(arena).cached;
             prop_assert_eq!(arena.trim(), cached);
         }
+    }
+}
+
+// Anonymous memory of the operating system.
+//
+// Invariant: in a child made by `fork` a range is zeroed or unmapped, never shared. Otherwise a child that lives while
+// its parent stages again, such as a data worker, would keep a second copy of every page.
+
+/// The size of a huge page, to which large ranges are aligned.
+pub(super) const HUGE_PAGE: usize = 2 << 20;
+
+/// Maps `length` fresh bytes, a multiple of the page size; `None` where the system has no room for them.
+pub(super) fn map(length: usize) -> Option<NonNull<u8>> {
+    // Room to move the start up to a huge page.
+    let slack = if length >= HUGE_PAGE { HUGE_PAGE } else { 0 };
+    let mapped = length.checked_add(slack)?;
+    // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
+    let start =
+        unsafe { mmap_anonymous(ptr::null_mut(), mapped, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE).ok()? };
+    let lead = if slack == 0 { 0 } else { start.addr().wrapping_neg() % HUGE_PAGE };
+    let start = NonNull::new(start.cast::<u8>())?;
+    // SAFETY: lead < slack, so that lead + length lies within what was mapped.
+    let (begin, end) = unsafe { (start.add(lead), start.add(lead + length)) };
+    // SAFETY: both ends belong to the new mapping, and nothing uses them.
+    unsafe {
+        unmap_range(start, lead);
+        unmap_range(end, slack - lead);
+    }
+    advise(begin, length);
+    Some(begin)
+}
+
+/// Where the kernel does not know an advice, pages are small, or shared with children until either writes to them.
+fn advise(start: NonNull<u8>, length: usize) {
+    for advice in [Advice::LinuxHugepage, Advice::LinuxWipeOnFork] {
+        // SAFETY: the range was just mapped and nothing of it is in use.
+        let _ = unsafe { madvise(start.as_ptr().cast(), length, advice) };
+    }
+}
+
+/// Allocates the pages of a range without a fault each; changes no byte. Does nothing before Linux 5.14.
+pub(super) fn populate(start: NonNull<u8>, length: usize) {
+    // SAFETY: it changes no byte, wherever it is.
+    let _ = unsafe { madvise(start.as_ptr().cast(), length, Advice::LinuxPopulateWrite) };
+}
+
+/// Returns a range to the operating system.
+///
+/// # Safety
+/// The range consists of whole pages mapped by [`map`], and nothing uses it.
+unsafe fn unmap_range(start: NonNull<u8>, length: usize) {
+    if length > 0 {
+        // SAFETY: the caller's promise. It fails only where splitting a range exceeds the kernel's limit; the memory
+        // then stays mapped and unused.
+        let _ = unsafe { munmap(start.as_ptr().cast(), length) };
     }
 }

@@ -11,20 +11,15 @@
 //! `tag`, `world_size`, `extra` and a file's `checksum` may be missing or null. Other fields are ignored. Names that
 //! lead outside the folder are refused.
 
-mod file_metadata;
-mod manifest_checksum;
-
 use std::collections::BTreeSet;
 use std::fmt;
+
+use crate::checksum::Checksum;
 use std::path::{Component, Path};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-
-pub use file_metadata::FileMetadata;
-pub use manifest_checksum::add_manifest_checksum;
-pub(crate) use manifest_checksum::has_valid_checksum;
 
 /// The name of the manifest in a checkpoint's folder.
 pub const FILE_NAME: &str = "tundish.json";
@@ -212,4 +207,73 @@ mod tests {
             assert!(other.parse::<CheckpointKind>().is_err());
         }
     }
+}
+
+// The checksum that a manifest contains of itself.
+//
+// It is the last field of the JSON object and covers every byte before it. The bytes after it are fixed. So a change
+// of any bit of the file is found.
+
+const BEFORE: &str = ",\n  \"checksum\": \"";
+const AFTER: &str = "\"\n}\n";
+
+/// Adds the checksum to the text of a JSON object with at least one field; `None` for anything else.
+pub fn add_manifest_checksum(text: &str) -> Option<String> {
+    let body = text.trim_end().strip_suffix('}')?.trim_end();
+    let checksum = Checksum::of(body.as_bytes());
+    Some(format!("{body}{BEFORE}{checksum}{AFTER}"))
+}
+
+/// Whether `bytes` are a manifest that [`add_manifest_checksum`] wrote.
+pub(crate) fn has_valid_checksum(bytes: &[u8]) -> bool {
+    let parts = || {
+        let (body, rest) = std::str::from_utf8(bytes).ok()?.rsplit_once(BEFORE)?;
+        Some((body, rest.strip_suffix(AFTER)?.parse::<Checksum>().ok()?))
+    };
+    parts().is_some_and(|(body, checksum)| checksum == Checksum::of(body.as_bytes()))
+}
+
+#[cfg(test)]
+mod manifest_checksum_tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_leaves_the_json_otherwise_unchanged() {
+        for text in ["{\"a\": [1, {}]}", "{\n  \"a\": [1, {}]\n}\n", "{\"a\":[1,{}]} "] {
+            let summed = add_manifest_checksum(text).unwrap();
+            assert!(has_valid_checksum(summed.as_bytes()));
+            let mut fields: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&summed).unwrap();
+            assert!(fields.remove("checksum").unwrap().as_str().unwrap().starts_with("crc64nvme:"));
+            assert_eq!(serde_json::Value::Object(fields), serde_json::json!({"a": [1, {}]}));
+        }
+        assert_eq!(add_manifest_checksum("[1]"), None);
+        assert_eq!(add_manifest_checksum(""), None);
+    }
+
+    #[test]
+    fn every_flipped_bit_and_every_truncation_is_found() {
+        let summed = add_manifest_checksum("{\"a\": \"\u{e4}\", \"b\": 12}").unwrap().into_bytes();
+        for bit in 0..8 * summed.len() {
+            let mut changed = summed.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert!(!has_valid_checksum(&changed), "bit {bit}");
+        }
+        for length in 0..summed.len() {
+            assert!(!has_valid_checksum(&summed[..length]), "cut to {length}");
+        }
+        assert!(!has_valid_checksum(&[&summed[..], b"\n"].concat()));
+    }
+}
+
+// [`FileMetadata`]: name, size and checksum of one file.
+
+/// A durable file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct FileMetadata {
+    /// Its name relative to the checkpoint's folder, with `/` between folders.
+    pub name: String,
+    /// Bytes.
+    pub size: u64,
+    /// `None` where none was requested.
+    pub checksum: Option<Checksum>,
 }
