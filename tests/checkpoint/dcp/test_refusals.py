@@ -33,9 +33,9 @@ def refused_tensors(rank: int, line: Line) -> None:
     planner = new_planner()
     said = [outcome(lambda tensor=tensor: DcpSave(planner, {"w": tensor})) for tensor in (partial, crooked)]
     if rank == 0:
-        alone_stager = DcpSave(new_planner(alone), {"w": outsider})
+        alone_save = DcpSave(new_planner(alone), {"w": outsider})
         vote = VoteId("unused", 0)
-        said.append(outcome(lambda: alone_stager.agree(vote, any_needs=True, do_replicas_differ=False)))
+        said.append(outcome(lambda: alone_save.agree(vote, any_needs=True, do_replicas_differ=False)))
     line.say([one[:2] for one in said])
 
 

@@ -1,1 +1,1 @@
-"""Hugging Face exports: plan (`export_plan`), staging (`hf_stager`, `gather`), files (`staged_export`, `sidecars`)."""
+"""Hugging Face exports: what is saved and where it lies (`plan`), the save (`export`), and its exchange (`gather`)."""
