@@ -19,8 +19,8 @@ from tundish.errors import (
     NotFoundError,
     StorageError,
 )
-from tundish.shm import array_files
-from tundish.shm.array_input import as_numpy
+from tundish.shm import node_sharing
+from tundish.shm.array_layout import as_numpy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,14 +68,14 @@ def test_a_key_stands_for_the_content(tmp_path: Path) -> None:
 def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = array_files._publish
+    publish = node_sharing._publish
 
     def late(array: np.ndarray, layout: Any, target: Path) -> None:
         # As another job would.
         publish(*as_numpy(np.arange(5)), target)
         publish(array, layout, target)
 
-    monkeypatch.setattr(array_files, "_publish", late)
+    monkeypatch.setattr(node_sharing, "_publish", late)
     with pytest.raises(
         InvalidInputError, match="'mine' belongs to an array of dtype int64 and shape \\(5,\\)"
     ):
@@ -87,7 +87,7 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
 def test_arrays_of_many_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_c_contiguous: bool
 ) -> None:
-    monkeypatch.setattr(array_files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(node_sharing, "CHUNK_BYTES", 1000)
     array = np.random.default_rng(0).integers(0, 255, (70, 901), np.uint8)
     if not is_c_contiguous:
         array = array[:, ::2]

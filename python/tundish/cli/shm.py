@@ -28,7 +28,7 @@ def add_shm_commands(commands: Any) -> None:
         summary="list named segments",
         description="List the named segments of shared memory of this user, and whether a process uses them.",
     )
-    listing.set_defaults(run=run_ls, needs="tundish.shm.named_segments")
+    listing.set_defaults(run=run_ls, needs="tundish.shm.memory")
 
     sweep = add_command(
         verbs,
@@ -38,7 +38,7 @@ def add_shm_commands(commands: Any) -> None:
         "writers that were killed. Segments that a process holds, files of other users and other files are left alone.",
     )
     sweep.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    sweep.set_defaults(run=run_sweep, needs="tundish.shm.named_segments")
+    sweep.set_defaults(run=run_sweep, needs="tundish.shm.memory")
 
 
 def run_ls(_: argparse.Namespace) -> dict[str, Any]:

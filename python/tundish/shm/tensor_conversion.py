@@ -15,8 +15,6 @@ from tundish.errors import InvalidTypeError, format_type
 from tundish.shm.array_layout import ArrayLayout
 from tundish.tensor_bytes import INTEGER_DTYPES
 
-__all__ = ["dumps_with_tensors", "numpy_dtype_of", "numpy_view_of", "tensor_in"]
-
 
 def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
     """Return numpy's dtype and None; or an integer of the same width and torch's name if numpy lacks the dtype."""

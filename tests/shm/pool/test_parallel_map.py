@@ -13,8 +13,8 @@ import support.shm.pool_tasks as tasks
 from support.shm.pool_helpers import each_method
 
 import tundish as td
-from tundish.shm.pool.messages import MAX_PAYLOAD_BYTES
-from tundish.shm.pool.parallel_map import FlowControl
+from tundish.shm.messages import MAX_PAYLOAD_BYTES
+from tundish.shm.shared_pool import FlowControl
 
 
 @pytest.mark.parametrize("chunksize", [1, 5, "auto"])

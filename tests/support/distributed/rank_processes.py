@@ -59,7 +59,7 @@ PRELOADED = [
     "tundish.packing.sampler",
     "tundish.rtensor.controller",
     "tundish.scatter.dispatch_loader",
-    "tundish.shm.pool.shared_pool",
+    "tundish.shm.shared_pool",
 ]
 
 

@@ -1,10 +1,17 @@
-"""The start of a pool is interrupted anywhere, or lacks descriptors: nothing is left, and no thread waits."""
+"""A pool starts beside a thread that logs; a start that is interrupted, or lacks descriptors, leaves nothing."""
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.shm.pool_programs import Program
+
+import tundish as td
 
 # A thread sends a signal some time after each start. The handler raises in the main thread, like that of Ctrl-C.
 INTERRUPTED = """
@@ -117,3 +124,50 @@ def test_a_pool_that_finds_no_descriptors_says_so_and_leaves_none(tmp_path: Path
     with Program(EXHAUSTED, tmp_path) as program:
         assert program.read_line() == "broken refused works"
         assert program.process.wait(timeout=10) == 0
+
+
+def log_and_return(item: int) -> int:
+    logging.getLogger("test_pool").warning("item %d", item)
+    return item
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """A logger for `log_and_return`, without handlers."""
+    made = logging.getLogger("test_pool")
+    made.propagate = False
+    yield made
+    for handler in list(made.handlers):
+        made.removeHandler(handler)
+        handler.close()
+
+
+@pytest.mark.parametrize("is_buffered", [False, True])
+def test_another_thread_may_log_to_a_file_while_a_pool_starts(
+    is_buffered: bool, tmp_path: Path, logger: logging.Logger
+) -> None:
+    file = logging.FileHandler(tmp_path / "log")
+    logger.addHandler(file)
+    if is_buffered:
+        # A record of it holds its lock, and then wants that of `file`.
+        logger.addHandler(logging.handlers.MemoryHandler(1, target=file))
+    record, stop = "x" * 500_000, threading.Event()
+
+    def log() -> None:
+        while not stop.is_set():
+            logger.warning(record)
+            with file.lock:
+                file.stream.truncate(0)
+
+    thread = threading.Thread(target=log)
+    thread.start()
+    try:
+        for _ in range(10):
+            pool = td.shm.SharedPool(log_and_return, max_workers=1)
+            try:
+                assert [pool.submit(item).result(30) for item in range(3)] == [0, 1, 2]
+            finally:
+                pool.shutdown(timeout=1)
+    finally:
+        stop.set()
+        thread.join()

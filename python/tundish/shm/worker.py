@@ -1,25 +1,48 @@
-"""Binds the function of a pool to its shared arguments.
+"""A worker process: it binds the function to the shared arguments, takes tasks from the queue, runs them, and answers.
 
 A forked worker inherits the arguments. For other workers, arrays are copied to shared memory once, and everything else
 is pickled once. Both happen when the pool is made, so an argument that cannot be sent is refused then.
+
+Invariants:
+
+- Every task that is taken is answered, whatever it returns or raises, unless the process dies.
+- The process ends when the parent does, even in the middle of a task. A native thread, which needs no GIL, watches.
+- Workers ignore Ctrl-C, which the parent handles.
+- While a worker waits for a task, it keeps nothing of the task before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
+from tundish import _native
 from tundish.errors import InvalidTypeError, NotPicklableError
-from tundish.shm.pool.messages import PICKLE_PROTOCOL, dumps, loads
+from tundish.shm import messages
+from tundish.shm.messages import (
+    CHUNK,
+    FAILED,
+    IN_BUFFER,
+    MEMORY,
+    PICKLE_PROTOCOL,
+    READY,
+    SINGLE,
+    MessagePacker,
+    PackedError,
+    dumps,
+    loads,
+    send_to_parent,
+)
 from tundish.shm.shared_array import SharedArray
-
-__all__ = ["SendableFunction", "bind_inherited"]
 
 
 def bind_inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -101,3 +124,87 @@ def _received(stream: bytes, what: str) -> Any:
             f"{what} is not found by workers that are not forked: {error}; define it in a module that they can import, "
             'which a notebook, a console and `python -c` are not, or use mp_context="fork"'
         ) from error
+
+
+Call = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParentLink:
+    """The descriptors of a worker's queue and control socket, and the process id of its parent."""
+
+    queue: int
+    control: int
+    parent: int
+
+
+def serve(link: ParentLink, worker: int, load: Callable[[], Call]) -> None:
+    """Run tasks as worker number `worker` until the pool ends; `load` returns the function."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _native.exit_with_parent(link.control, link.parent)
+    try:
+        call = load()
+    except Exception as error:  # noqa: BLE001 (sent to the parent)
+        _, summary, text = messages.packed_error(error)
+        send_to_parent(link.control, FAILED, worker, f"{summary}\n{text}")
+        raise SystemExit(1) from None
+    queue = _native.TaskQueue.open(link.queue)
+
+    def send_descriptor(buffer: _native.SendBuffer) -> None:
+        send_to_parent(link.control, MEMORY, worker, descriptors=[buffer.descriptor])
+
+    packer = MessagePacker(send_descriptor)
+    send_to_parent(link.control, READY, worker)
+    while (task := queue.take(worker, None)) is not None:
+        _run(call, queue, packer, *task)
+        del task
+
+
+def _run(
+    call: Call, queue: _native.TaskQueue, packer: MessagePacker, task_id: int, kind: int, payload: Any
+) -> None:
+    try:
+        item = payload
+        if kind & IN_BUFFER:
+            item = packer.open(payload).copied().value()
+        elif type(payload) is bytes:
+            item = loads(payload)
+        if kind & CHUNK:
+            flag, content, lease = _run_chunk(call, item, packer)
+        else:
+            result = call(item)
+            # A plain value takes one call.
+            if queue.finish_plain(task_id, SINGLE, result):
+                return
+            flag, content, lease = packer.pack(result)
+    except BaseException as error:  # noqa: BLE001 (sent to the parent)
+        flag, content, lease = messages.pack_error(error, packer)
+    queue.finish(task_id, kind & CHUNK | flag, content)
+    if lease is not None:
+        # The memory is used again when the parent has opened and dropped it.
+        lease.buffer.release()
+
+
+def _run_chunk(
+    call: Call, items: list[Any], packer: MessagePacker
+) -> tuple[int, Any, _native.SentBuffer | None]:
+    """Pack three values: seconds, results before the first error, and that error or None."""
+    results: list[Any] = []
+    failure: PackedError | None = None
+    began = time.perf_counter()
+    try:
+        for item in items:
+            results.append(call(item))  # noqa: PERF401 (those before an error are results)
+    except BaseException as error:  # noqa: BLE001 (sent to the parent)
+        failure = messages.packed_error(error)
+    seconds = time.perf_counter() - began
+    try:
+        return packer.pack((seconds, results, failure))
+    except NotPicklableError:
+        for place, result in enumerate(results):
+            try:
+                messages.check_picklable(result)
+            except NotPicklableError as error:
+                return packer.pack((seconds, results[:place], messages.packed_error(error)))
+        raise

@@ -25,10 +25,8 @@ from typing import Any, Protocol
 
 from tundish import _native
 from tundish.errors import PoolError
-from tundish.shm.pool import messages
-from tundish.shm.pool.messages import IN_BUFFER, PARENT_ERROR, BufferMessage
-
-__all__ = ["AnswerHandler", "Dispatcher", "TaskFuture"]
+from tundish.shm import messages
+from tundish.shm.messages import IN_BUFFER, PARENT_ERROR, BufferMessage
 
 # The longest sleep before the state is checked again. Answers, Ctrl-C and the end of the pool end it sooner.
 _MAX_SLEEP_SECONDS = 1.0
