@@ -332,6 +332,17 @@ BAD = {
     "an empty plan": (["plan", "show", ""], "the path is empty", 2),
     "an empty picture": (["plan", "show", "plan", "--plot", ""], "the path is empty", 2),
     "an empty token file": (["rtensor", "stats", "here:1", "--token-file", ""], "the path is empty", 2),
+    "a line break in a folder": (
+        ["pack", "good.npy", "--max-length", "8", "--out", "a\nb"],
+        "a line break",
+        2,
+    ),
+    "a line break at the end": (["plan", "show", "plan\n"], "a line break", 2),
+    "a separator of lines": (
+        ["pack", "good.npy", "--max-length", "8", "--out", "a\u2028b"],
+        "a line break",
+        2,
+    ),
     "a null in lengths": (["pack", "a\0b", "--max-length", "8", "--out", "new"], "null character", 2),
     "a null in an order": (
         ["pack", "good.npy", "--max-length", "8", "--order", "a\0b", "--out", "new"],
@@ -388,6 +399,14 @@ def test_a_usage_error_is_one_line_and_an_exit_code(
     assert error["exit_code"] == code
     assert mentions in error["message"]
     assert error["kind"].endswith("Error")
+
+
+def test_a_path_cannot_control_the_terminal(yard: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b[31m\tb"
+    assert cli.main(["pack", "good.npy", "--max-length", "8", "--out", name]) == 0
+    out = capsys.readouterr().out
+    assert r"a\x1b[31m\tb" in out and "\x1b" not in out
+    assert cli.main(["plan", "show", name]) == 0
 
 
 def test_empty_lengths_make_the_empty_plan(yard: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,17 +11,6 @@ from typing import Any, NoReturn
 from tundish.cli.output import write
 from tundish.errors import InvalidInputError
 
-__all__ = [
-    "EXIT_CODES",
-    "Parser",
-    "PrintVersion",
-    "add_command",
-    "add_number",
-    "add_path",
-    "path_of",
-    "progress_of",
-]
-
 EXIT_CODES = """\
 exit codes:
     0  success
@@ -97,7 +86,13 @@ def progress_of(options: argparse.Namespace) -> bool | None:
 
 
 def path_of(word: str) -> Path:
-    """Convert an argument to a path. An empty argument is refused: it is most often an unset shell variable."""
+    """Convert an argument to a path.
+
+    An empty argument is refused: it is most often an unset shell variable. So is one with a line break, which is most
+    often the output of a command.
+    """
     if not word:
         raise argparse.ArgumentTypeError("the path is empty: use '.' for the current folder")
+    if len(word.splitlines()) > 1 or word.splitlines()[0] != word:
+        raise argparse.ArgumentTypeError(f"the path {word!r} has a line break: choose a name without one")
     return Path(word)

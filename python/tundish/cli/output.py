@@ -9,8 +9,6 @@ from typing import Any
 
 from tundish.errors import StorageError
 
-__all__ = ["OutputClosedError", "printable", "readable", "rows", "write"]
-
 
 class OutputClosedError(Exception):
     """The pipe behind standard output was closed."""
@@ -51,7 +49,9 @@ def readable(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if name == "bytes" or name.endswith("_bytes"):
         return f"{value:,} ({value / 2**20:,.1f} MiB)"
+    if isinstance(value, str):
+        return printable(value)
     # A seed is printed without thousands separators.
-    if name == "seed" or isinstance(value, str):
+    if name == "seed":
         return str(value)
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

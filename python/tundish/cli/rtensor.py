@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +92,10 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         for row in rows
         if found
     ]
-    for reason in failed.values():
-        # The exit code still reports the failure.
-        with contextlib.suppress(OSError, AttributeError):
-            print(f"tundish: no answer: {printable(reason)}", file=sys.stderr, flush=True)
     return {
         "json": {"processes": found, "failed": failed},
         "text": "\n".join(line.rstrip() for line in text),
+        "problems": [f"no answer: {reason}" for reason in failed.values()],
         "exit_code": 1 if failed else 0,
     }
 

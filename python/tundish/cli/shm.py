@@ -9,12 +9,10 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command
-from tundish.cli.output import printable, readable
+from tundish.cli.output import readable
 
 if TYPE_CHECKING:
     from tundish.shm import NamedSegment
-
-__all__ = ["add_shm_commands"]
 
 
 def add_shm_commands(commands: Any) -> None:
@@ -54,10 +52,10 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
         f"made by {segment['made_by']:<12}{segment['state']}"
         for segment in segments
     ]
-    lines += [f"could not be examined: {printable(reason)}" for reason in report.failed]
     return {
         "json": {"segments": segments, "failed": list(report.failed)},
         "text": "\n".join(lines) or "no named segments",
+        "problems": [f"could not be examined: {reason}" for reason in report.failed],
     }
 
 
@@ -69,7 +67,6 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {segment.name}: {readable('bytes', segment.size)}" for segment in report.removed]
     lines += [f"{verb} {path}: the slot file of a killed checkpoint writer" for path in report.writer_slots]
-    lines += [f"not swept: {printable(reason)}" for reason in report.failed]
     return {
         "json": {
             "dry_run": options.dry_run,
@@ -79,6 +76,7 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
             "writer_slots": [str(path) for path in report.writer_slots],
         },
         "text": "\n".join(lines) or "nothing to remove",
+        "problems": [f"not swept: {reason}" for reason in report.failed],
     }
 
 
