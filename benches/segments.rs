@@ -80,7 +80,7 @@ fn segments(criterion: &mut Criterion) {
                 keeping.give_back(segment);
             };
             add("take, fill, publish, give back", &mut |rounds| timed(rounds, publish, drop));
-            assert_eq!(keeping.stats().in_use, 0);
+            assert_eq!(keeping.stats().in_use_bytes, 0);
         }
         group.finish();
     }

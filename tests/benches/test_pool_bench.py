@@ -23,7 +23,7 @@ def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, contestant:
         "binding": ("constructor", "first", "small first"),
     }.items():
         for name in names:
-            assert reply[measure][name] and all(0 < seconds < 10 for seconds in reply[measure][name])
+            assert reply[measure][name] and all(seconds > 0 for seconds in reply[measure][name])
     assert reply["binding"]["constructor"] <= reply["binding"]["first"]
     # Two processes with numpy, and an array once or not at all.
     assert 2**20 < reply["readers"]["held"][0] < 2**30
@@ -31,7 +31,7 @@ def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, contestant:
 
 def test_the_floors_of_pools_are_taken(bench: SimpleNamespace) -> None:
     reply = run_pool(bench, pooling("floors", "", ["floors", "bare workers"]))
-    assert all(0 < seconds < 1 for name in reply["floors"] for seconds in reply["floors"][name])
+    assert all(seconds > 0 for name in reply["floors"] for seconds in reply["floors"][name])
     # The memory of numpy in two processes.
     assert 2 * 4 * 2**20 < reply["bare workers"]["held"][0] < 2 * 64 * 2**20
 

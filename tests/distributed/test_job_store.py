@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Any
@@ -20,26 +21,30 @@ def base() -> Any:
     return distributed.PrefixStore("default_pg", server)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def sockets() -> set[str]:
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{entry}"))
+    return {name for name in found if name.startswith("socket:")}
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks for sockets in /proc")
 def test_users_of_a_store_share_one_connection(base: Any) -> None:
     first = JobStore(base, "first")
     first.connect()
-    before = descriptors()
+    before = sockets()
     others = [JobStore(base, f"other {number}") for number in range(4)]
     for number, other in enumerate(others):
         other.connect()
         other.write("key", str(number))
-    assert descriptors() == before
+    assert sockets() <= before
     # Each has its own keys, also when the one that connected is closed.
     first.close()
     assert [other.read("key") for other in others] == ["0", "1", "2", "3"]
     for other in others:
         other.close()
-    assert descriptors() == before
+    assert sockets() <= before
 
 
 @pytest.mark.parametrize(("agents", "is_apart"), [("1", True), ("2", False)])

@@ -77,7 +77,7 @@ def test_a_scatter_counts_steps_batches_and_bytes(node: int, tmp_path: Path) -> 
             assert found["batches"] == 6
             assert found["sent_bytes"] == (5 * BYTES if rank == 0 else 0)
             held = found["memory"]
-            assert held.keys() == {"in_use", "cached", "escaped"}
+            assert held.keys() == {"in_use_bytes", "cached_bytes", "escaped_bytes"}
             if rank == 0 and node == 2:
                 # The receiver has kept all of them.
                 assert 5 * BYTES <= sum(held.values()) < 10 * BYTES

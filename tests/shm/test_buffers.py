@@ -50,7 +50,7 @@ def test_memory_is_used_again_only_after_the_receiver_opened_and_dropped_it() ->
     third = packed(arena, b"3" * 1000)
     assert third.reference()[2] not in (reference[2], second.reference()[2])
     assert bytes(view) == b"1" * 1000
-    assert arena.stats()["escaped"] > 0
+    assert arena.stats()["escaped_bytes"] > 0
     del view
     fourth = packed(arena, b"4" * 1000)
     again = fourth.reference()
@@ -77,7 +77,7 @@ def test_a_receiver_of_a_revoked_buffer_is_refused() -> None:
     buffer.revoke()
     with pytest.raises(td.errors.SegmentGoneError, match="its sender has taken it back"):
         buffers.open(reference)
-    assert arena.stats()["in_use"] == 0
+    assert arena.stats()["in_use_bytes"] == 0
     with pytest.raises(ValueError, match="given back already") as caught:
         buffer.reference()
     assert isinstance(caught.value, td.TundishError)
@@ -102,9 +102,9 @@ def test_a_buffer_in_use_delays_the_release() -> None:
     other = packed(arena, b"y" * 8)
     array[:] = 1
     assert bytes(other) == b"y" * 8
-    assert arena.stats()["cached"] == 0
+    assert arena.stats()["cached_bytes"] == 0
     del array
-    assert arena.stats()["cached"] > 0
+    assert arena.stats()["cached_bytes"] > 0
 
 
 def test_sizes_share_memory_and_none_is_too_small() -> None:
@@ -116,7 +116,7 @@ def test_sizes_share_memory_and_none_is_too_small() -> None:
             sent = bytes(room)
         assert bytes(buffers.open(buffer.reference())) == sent
         buffer.release()
-    assert arena.stats()["peak"] < 6 << 20
+    assert arena.stats()["peak_bytes"] < 6 << 20
 
 
 def test_the_arena_keeps_no_more_than_its_limit() -> None:
@@ -125,11 +125,11 @@ def test_the_arena_keeps_no_more_than_its_limit() -> None:
     for buffer in buffers:
         buffer.release()
     stats = arena.stats()
-    assert 0 < stats["cached"] <= 1 << 20 and stats["in_use"] == 0
+    assert 0 < stats["cached_bytes"] <= 1 << 20 and stats["in_use_bytes"] == 0
     assert len(mapped()) - before == 2
     nothing = SegmentArena(0)
     packed(nothing, b"x").release()
-    assert nothing.stats()["cached"] == 0
+    assert nothing.stats()["cached_bytes"] == 0
 
 
 def test_a_receiver_drops_segments_that_their_sender_dropped() -> None:
@@ -250,7 +250,7 @@ def test_a_child_made_by_fork_uses_its_own() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     buffer.release()
     # The child has acknowledged it.
-    assert arena.stats()["in_use"] == 0
+    assert arena.stats()["in_use_bytes"] == 0
 
 
 def test_buffers_of_a_dead_sender_can_be_opened() -> None:

@@ -90,22 +90,22 @@ def test_the_name_is_there_as_long_as_anything_of_it(folder: Path) -> None:
 
 
 def test_arrays_with_a_name_are_counted_as_mapped(folder: Path) -> None:
-    before = td.shm.stats()["mapped"]
+    before = td.shm.stats()["mapped_bytes"]
     shared = SharedArray.create(1 << 20, np.uint8, name="tokens")
-    peak = td.shm.stats()["peak"]
-    assert td.shm.stats()["mapped"] - before == (1 << 20) + 4096
+    peak = td.shm.stats()["peak_bytes"]
+    assert td.shm.stats()["mapped_bytes"] - before == (1 << 20) + 4096
     assert peak >= (1 << 20) + 4096
     # The owner has mapped it twice, and it takes its memory once.
     view = shared.array
-    assert td.shm.stats()["mapped"] - before == (1 << 20) + 4096
+    assert td.shm.stats()["mapped_bytes"] - before == (1 << 20) + 4096
     child = os.fork()
     if child == 0:
         shared.close()
-        os._exit(0 if td.shm.stats()["mapped"] == 0 else 1)
+        os._exit(0 if td.shm.stats()["mapped_bytes"] == 0 else 1)
     assert os.waitpid(child, 0)[1] == 0
     shared.close()
     del view, shared
-    assert td.shm.stats()["mapped"] == before
+    assert td.shm.stats()["mapped_bytes"] == before
 
 
 def test_a_writable_view_outlives_its_owner(folder: Path) -> None:

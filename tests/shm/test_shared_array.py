@@ -279,12 +279,12 @@ def test_memory_is_not_used_again_while_a_view_of_this_process_lives() -> None:
     view, first = reader.array, inode(shared.handle)
     shared.close()
     reader.close()
-    assert td.shm.stats()["escaped"] > view.nbytes
+    assert td.shm.stats()["escaped_bytes"] > view.nbytes
     with SharedArray.from_array(np.zeros(50_000, np.int64)) as other:
         assert inode(other.handle) != first
         assert view.sum() == sum(range(50_000))
         del view
-        assert td.shm.stats()["escaped"] == 0
+        assert td.shm.stats()["escaped_bytes"] == 0
         with SharedArray.from_array(np.ones(50_000, np.int64)) as again:
             assert inode(again.handle) == first
 
@@ -293,15 +293,15 @@ def test_stats_count_mapped_cached_and_escaped_bytes_and_their_peak() -> None:
     set_cache_limit(0)
     set_cache_limit(1 << 30)
     before = td.shm.stats()
-    assert before["cached"] == before["escaped"] == 0
+    assert before["cached_bytes"] == before["escaped_bytes"] == 0
     size = 1_000_000 + 4096 - 1_000_000 % 4096 + 4096
     shared = SharedArray.create(1_000_000, np.uint8)
-    assert td.shm.stats()["mapped"] == before["mapped"] + size
+    assert td.shm.stats()["mapped_bytes"] == before["mapped_bytes"] + size
     shared.close()
-    assert td.shm.stats() == {**before, "cached": size, "peak": td.shm.stats()["peak"]}
-    assert td.shm.stats()["peak"] >= size
+    assert td.shm.stats() == {**before, "cached_bytes": size, "peak_bytes": td.shm.stats()["peak_bytes"]}
+    assert td.shm.stats()["peak_bytes"] >= size
     set_cache_limit(size - 1)
-    assert td.shm.stats()["cached"] == 0
+    assert td.shm.stats()["cached_bytes"] == 0
 
 
 def test_the_cache_is_bounded_and_the_oldest_goes_first() -> None:
@@ -310,7 +310,7 @@ def test_the_cache_is_bounded_and_the_oldest_goes_first() -> None:
     inodes = [inode(one.handle) for one in made]
     for one in made:
         one.close()
-    assert 3 << 20 < td.shm.stats()["cached"] <= 5 << 20
+    assert 3 << 20 < td.shm.stats()["cached_bytes"] <= 5 << 20
     again = [SharedArray.create(1 << 20, np.uint8) for _ in range(4)]
     assert {inode(one.handle) for one in again} == set(inodes[4:])
     for limit, kind in ((-1, ValueError), (1 << 80, ValueError), ("1", TypeError), (True, TypeError)):
@@ -367,7 +367,8 @@ for wait in (0.0, 0.02, 0.05):
         interrupted += 1
     timer.join()
 stats = td.shm.stats()
-print(interrupted, stats["mapped"], stats["cached"], sum("memfd" in line for line in open("/proc/self/maps")))
+maps = sum("memfd" in line for line in open("/proc/self/maps"))
+print(interrupted, stats["mapped_bytes"], stats["cached_bytes"], maps)
 """
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100

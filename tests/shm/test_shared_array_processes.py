@@ -125,12 +125,12 @@ def test_memory_is_used_again_only_when_no_process_has_a_view(context: Any) -> N
     with Child(context) as child:
         child.ask("attach", shared.handle)
         shared.close()
-        assert td.shm.stats()["escaped"] > 0
+        assert td.shm.stats()["escaped_bytes"] > 0
         with SharedArray.from_array(-NUMBERS) as other:
             assert inode(other) != first
         assert child.ask("sums") == [SUM]
         child.ask("close_all")
-        assert td.shm.stats()["escaped"] == 0
+        assert td.shm.stats()["escaped_bytes"] == 0
         with SharedArray.from_array(-NUMBERS) as one, SharedArray.from_array(-NUMBERS) as another:
             assert first in (inode(one), inode(another))
 
@@ -140,9 +140,9 @@ def test_memory_is_used_again_when_its_last_reader_was_killed(context: Any) -> N
     with Child(context) as child:
         child.ask("attach", shared.handle)
         shared.close()
-        assert td.shm.stats()["escaped"] > 0
+        assert td.shm.stats()["escaped_bytes"] > 0
         child.kill()
-        assert td.shm.stats()["escaped"] == 0
+        assert td.shm.stats()["escaped_bytes"] == 0
 
 
 @pytest.mark.parametrize("of_owner", [True, False], ids=["of create", "of from_array"])
@@ -156,11 +156,11 @@ def test_views_that_a_child_inherited_keep_the_memory(of_owner: bool) -> None:
         child.ask("pid")
         del view
         shared.close()
-        assert td.shm.stats()["escaped"] > 0
+        assert td.shm.stats()["escaped_bytes"] > 0
         with SharedArray.from_array(-NUMBERS) as other:
             assert inode(other) != first
         child.stop()
-    assert td.shm.stats()["escaped"] == 0
+    assert td.shm.stats()["escaped_bytes"] == 0
 
 
 def test_a_child_neither_recycles_nor_frees_inherited_segments() -> None:
@@ -170,7 +170,12 @@ def test_a_child_neither_recycles_nor_frees_inherited_segments() -> None:
     first = inode(idle)
     idle.close()
     with Child(multiprocessing.get_context("fork"), kept) as child:
-        assert child.ask("stats") == {"mapped": 0, "cached": 0, "escaped": 0, "peak": 0}
+        assert child.ask("stats") == {
+            "mapped_bytes": 0,
+            "cached_bytes": 0,
+            "escaped_bytes": 0,
+            "peak_bytes": 0,
+        }
         # The child drops the idle segment, whose memory it would keep alive.
         assert child.ask("segments") == (1, 1)
         handle = child.ask("share", 50_000, 3)

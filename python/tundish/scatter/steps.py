@@ -86,8 +86,8 @@ class ScatterStats(TypedDict):
     waiting_seconds: float
     """Seconds spent waiting for other ranks."""
     memory: dict[str, int]
-    """Bytes of the source's shared memory: `in_use` on their way, `cached` for the next batches, `escaped` that
-    receivers hold."""
+    """The source's shared memory: `in_use_bytes` on their way, `cached_bytes` for the next batches, `escaped_bytes`
+    that receivers hold."""
 
 
 class ScatterRank:
@@ -179,7 +179,7 @@ class ScatterRank:
             batches=self._batches,
             sent_bytes=0 if channels is None else sum(sender.sent_bytes for sender in channels.senders),
             waiting_seconds=self._waited,
-            memory={name: memory[name] for name in ("in_use", "cached", "escaped")},
+            memory={name: memory[name] for name in ("in_use_bytes", "cached_bytes", "escaped_bytes")},
         )
 
     def _begin_step(self) -> None:

@@ -17,15 +17,15 @@ def stats() -> dict[str, int]:
     """Return the shared memory that arrays of this process take.
 
     Returns:
-        Bytes by name. `mapped`: arrays in use, made here or attached to. `cached`: freed arrays, whose memory is kept
-        for the next ones. `escaped`: closed arrays that a process still reads through a view. `peak`: the most that
-        arrays made here ever took.
+        A flat record. `mapped_bytes`: arrays in use, made here or attached to. `cached_bytes`: freed arrays, whose
+        memory is kept for the next ones. `escaped_bytes`: closed arrays that a process still reads through a view.
+        `peak_bytes`: the most that arrays made here ever took.
 
     Example:
         >>> import numpy as np
         >>> import tundish as td
         >>> with td.shm.SharedArray.from_array(np.zeros(1000)):
-        ...     td.shm.stats()["mapped"] >= 8000
+        ...     td.shm.stats()["mapped_bytes"] >= 8000
         True
     """
     return _native.shared_stats()

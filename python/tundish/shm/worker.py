@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pickle import dumps, loads
 from types import FunctionType
 from typing import Any
 
@@ -38,8 +39,6 @@ from tundish.shm.messages import (
     SINGLE,
     MessagePacker,
     PackedError,
-    dumps,
-    loads,
     send_to_parent,
 )
 from tundish.shm.shared_array import SharedArray

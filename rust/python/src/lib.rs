@@ -70,11 +70,11 @@ mod _native {
         BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, SentBuffer, default_arena_limit,
     };
     #[pymodule_export]
-    use super::shm::named::sweep_segments;
-    #[pymodule_export]
-    use super::shm::plain_values::is_plain;
+    use super::shm::segment::sweep_segments;
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, set_shared_cache_limit, shared_stats};
+    #[pymodule_export]
+    use super::shm::task_queue::is_plain;
     #[pymodule_export]
     use super::shm::task_queue::{TaskQueue, available_processors, exit_with_parent};
     #[pymodule_export]

@@ -33,7 +33,7 @@ fn a_lease_that_a_child_inherited_lives_until_the_child_ends_or_lets_go() {
         // SAFETY: one byte.
         assert_eq!(unsafe { libc::read(tell[0], byte.as_mut_ptr().cast(), 1) }, 1);
         arena.give_back(segment);
-        assert_eq!(arena.stats().escaped == 0, lets_go);
+        assert_eq!(arena.stats().escaped_bytes == 0, lets_go);
         let mut status = 0;
         // SAFETY: the child is this process's; the descriptors are its own.
         unsafe {
@@ -41,6 +41,6 @@ fn a_lease_that_a_child_inherited_lives_until_the_child_ends_or_lets_go() {
             assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
             told.into_iter().chain(tell).for_each(|descriptor| assert_eq!(libc::close(descriptor), 0));
         }
-        assert_eq!(arena.stats().escaped, 0);
+        assert_eq!(arena.stats().escaped_bytes, 0);
     }
 }

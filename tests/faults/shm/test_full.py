@@ -97,7 +97,7 @@ def test_an_address_space_without_room_is_out_of_memory_and_nothing_is_kept() ->
 import gc, resource
 from tundish.shm import stats
 kept = SharedArray.from_array(np.full(1000, 7))
-before = stats()["mapped"]
+before = stats()["mapped_bytes"]
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
 """)
@@ -108,5 +108,5 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
             with pytest.raises(ScriptError, match="Cannot allocate memory") as refused:
                 script.run(make)
             assert refused.value.kind == "OutOfMemoryError"
-        assert script.run("answer = [stats()['mapped'] - before, int(kept.array.sum())]") == [0, 7000]
+        assert script.run("answer = [stats()['mapped_bytes'] - before, int(kept.array.sum())]") == [0, 7000]
         assert script.finish() == 0

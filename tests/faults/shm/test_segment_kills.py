@@ -69,7 +69,7 @@ def test_readers_are_killed_while_memory_is_used_again() -> None:
     finally:
         for one in readers:
             one.__exit__(None, None, None)
-    assert td.shm.stats()["escaped"] == 0
+    assert td.shm.stats()["escaped_bytes"] == 0
 
 
 @pytest.mark.parametrize("everybody", [False, True], ids=["owner", "all at once"])
@@ -102,14 +102,16 @@ def test_memory_of_the_killed_is_free_at_once() -> None:
         reader.run(f"held[1] = SharedArray.attach({handle}).array; look()")
         assert holders(file) == {owner.pid, reader.pid}
         owner.kill()
-        end = time.monotonic() + 1
+        # time: ten times the second in which the kernel frees it
+        end = time.monotonic() + 10
         while holders(file) != {reader.pid}:
-            assert time.monotonic() < end, f"{holders(file)} have it a second after its owner's death"
+            assert time.monotonic() < end, f"{holders(file)} have it 10 s after its owner's death"
         reader.run("look()")
         reader.kill()
-        end = time.monotonic() + 1
+        # time: as above
+        end = time.monotonic() + 10
         while holders(file):
-            assert time.monotonic() < end, f"{holders(file)} have it a second after its last reader's death"
+            assert time.monotonic() < end, f"{holders(file)} have it 10 s after its last reader's death"
 
 
 def holders(file: os.stat_result) -> set[int]:

@@ -47,17 +47,18 @@ def test_slow_tasks_and_slow_consumers_are_not_run_far_ahead_of() -> None:
 
 
 def test_a_slow_iterator_does_not_hold_results_back() -> None:
+    taken = 0
+
     def items() -> Iterator[float]:
-        yield 0.0
-        for _ in range(20):
-            time.sleep(0.05)
+        nonlocal taken
+        for taken in range(200):  # noqa: B007 (looked at outside)
             yield 0.0
+            time.sleep(0.05)
 
     with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
-        began = time.monotonic()
         results = pool.map(items())
         next(results)
-        assert time.monotonic() - began < 0.6
+        assert taken < 100
         results.close()
 
 
@@ -97,12 +98,12 @@ def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize:
             next(results)
 
 
-@pytest.mark.parametrize(("seconds", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
-def test_auto_chunks_grow_to_a_millisecond_of_work_or_a_full_message(seconds: float, nbytes: int) -> None:
+@pytest.mark.parametrize(("cost", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
+def test_auto_chunks_grow_to_a_millisecond_of_work_or_a_full_message(cost: float, nbytes: int) -> None:
     flow = FlowControl(3, None)
     assert flow.size == 1
     for _ in range(12):
-        assert flow.size * seconds < 2e-3 or flow.size == 1
+        assert flow.size * cost < 2e-3 or flow.size == 1
         assert flow.size * nbytes < MAX_PAYLOAD_BYTES
-        flow.learn(flow.size, flow.size * seconds, flow.size * nbytes)
-    assert flow.size >= min(1e-3 / seconds, 0.7 * MAX_PAYLOAD_BYTES / nbytes) * 0.9 or flow.size == 1
+        flow.learn(flow.size, flow.size * cost, flow.size * nbytes)
+    assert flow.size >= min(1e-3 / cost, 0.7 * MAX_PAYLOAD_BYTES / nbytes) * 0.9 or flow.size == 1

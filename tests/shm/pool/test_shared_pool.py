@@ -23,6 +23,7 @@ from support.shm.pool_helpers import each_method, until
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, PoolError
+from tundish.shm import dispatcher
 
 # ---- Binding ----
 
@@ -397,12 +398,15 @@ print("torch" in sys.modules)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
 
 
-def test_a_caller_does_not_sleep_through_an_answer_that_the_background_thread_collected() -> None:
+def test_a_caller_does_not_sleep_through_an_answer_that_the_background_thread_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "_MAX_SLEEP_SECONDS", 60.0)
     with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
         longest = 0.0
         for item in range(4000):
             began = time.perf_counter()
-            assert pool.submit(item).result(20) == item
+            assert pool.submit(item).result(100) == item
             longest = max(longest, time.perf_counter() - began)
-    # A missed wake-up would cost a second.
-    assert longest < 0.9
+    # time: a missed wake-up would cost a minute
+    assert longest < 30

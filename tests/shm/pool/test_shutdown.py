@@ -90,7 +90,8 @@ def test_shutdown_does_not_wait_for_workers_that_only_start(tmp_path: Path) -> N
     until((tmp_path / "second").exists)
     began = time.monotonic()
     pool.shutdown()
-    assert time.monotonic() - began < 20
+    # time: a worker that takes a minute to start is not waited for
+    assert time.monotonic() - began < 30
 
 
 def test_many_workers_start_and_end() -> None:
@@ -114,13 +115,13 @@ except td.errors.PoolError as error:
     assert "is shut down" in refusal
 
 
-def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -> None:
-    pool = td.shm.SharedPool(tasks.naps, max_workers=1)
-    future = pool.submit(0.3)
-    began = time.monotonic()
+def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background(tmp_path: Path) -> None:
+    pool = td.shm.SharedPool(tasks.touch_and_wait, max_workers=1)
+    future = pool.submit((str(tmp_path / "begun"), 0))
     pool.shutdown(wait=False)
-    assert time.monotonic() - began < 0.2
-    assert future.result() == 0.3
+    assert not future.done()
+    (tmp_path / "go").touch()
+    assert future.result(60)
     pool.shutdown()
 
 

@@ -10,7 +10,8 @@ import pytest
 each_method = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    # time: what comes at all comes within this time
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came"

@@ -12,13 +12,12 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMemoryView};
+use pyo3::types::{IntoPyDict, PyDict, PyMemoryView};
 use tundish_copying as copying;
 use tundish_shm::arena::{Arena, ArenaPurpose, default_limit};
 use tundish_shm::{self as shm, BufferReference};
 
-use super::drop_without_gil::DropWithoutGil;
-use super::{as_address, as_tuple, check_signals};
+use super::{DropWithoutGil, as_address, as_tuple, check_signals};
 use crate::error::BindingError;
 use crate::long_work::enter;
 use crate::with_gil::is_over;
@@ -56,12 +55,7 @@ impl SegmentArena {
     /// Returns the bytes in use, kept idle, kept while their receiver still has them, and their peak.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.detach(|| self.arena.stats());
-        let dict = PyDict::new(py);
-        dict.set_item("in_use", stats.in_use)?;
-        dict.set_item("cached", stats.cached)?;
-        dict.set_item("escaped", stats.escaped)?;
-        dict.set_item("peak", stats.peak)?;
-        Ok(dict)
+        stats.record().into_py_dict(py)
     }
 }
 

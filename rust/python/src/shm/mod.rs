@@ -1,27 +1,25 @@
 //! Binds `tundish-shm`.
 //!
-//! - `segment`: segments that hold an array, and views of them; `named`: the sweep of segments with a name.
+//! - `segment`: segments that hold an array, views of them, and the sweep of those with a name.
 //! - `buffers`: memory that one process writes and another receives, and the arena that keeps it.
 //! - `task_queue`: the queue of a pool, and the watcher that ends a worker with its parent.
 //!
-//! The other files hold what these share, and export no class.
-//!
 //! Invariants: memory of a buffer that Python has stays where it is as long as the object that exported it. The
-//! registry of attachments is used with the GIL held.
+//! registry of attachments is used with the GIL held. Memory is freed without it: that takes milliseconds a gigabyte.
+#![allow(unsafe_code)]
 
 pub(crate) mod buffers;
-mod claimed_name;
-mod descriptor;
-pub(crate) mod drop_without_gil;
-pub(crate) mod named;
-pub(crate) mod plain_values;
 pub(crate) mod segment;
 pub(crate) mod task_queue;
+
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
 
 use tundish_packing::Progress;
 use tundish_shm::{SegmentAddress, ShmError};
 
 use crate::long_work::SignalCheck;
+use crate::with_gil::with_gil;
 
 /// A segment's address in Python: process, descriptor, identity, generation.
 pub(crate) type AddressTuple = (u32, i32, u64, u64);
@@ -37,4 +35,37 @@ fn as_address((process, descriptor, identity, generation): AddressTuple) -> Segm
 /// Checks for signals in the middle of long work.
 fn check_signals(signals: &mut SignalCheck) -> Result<(), ShmError> {
     signals.tick("share", 0, 0).map_err(|_| ShmError::Interrupted)
+}
+
+/// A value of Python's that is dropped without the GIL.
+pub(crate) struct DropWithoutGil<T: Send>(ManuallyDrop<T>);
+
+impl<T: Send> DropWithoutGil<T> {
+    pub(crate) fn new(value: T) -> Self {
+        DropWithoutGil(ManuallyDrop::new(value))
+    }
+}
+
+impl<T: Send> Deref for DropWithoutGil<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Send> DerefMut for DropWithoutGil<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+impl<T: Send> Drop for DropWithoutGil<T> {
+    fn drop(&mut self) {
+        // SAFETY: taken once, and not used again.
+        let value = unsafe { ManuallyDrop::take(&mut self.0) };
+        if let Err(without) = with_gil(move |py| py.detach(move || drop(value))) {
+            drop(without);
+        }
+    }
 }

@@ -1,27 +1,25 @@
-//! Binds segments that hold an array, and views of them.
+//! Binds segments that hold an array, views of them, and the list and the sweep of those with a name.
 //!
 //! Invariants: a view keeps its memory and a lease. A segment goes back to its arena when neither Python's object nor a
-//! view of this process has it any more.
+//! view of this process has it any more. The name of a segment is claimed first, and given to it when it is whole.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyCFunction, PyDict, PyMemoryView};
-use tundish_shm::arena::{Arena, CountedBytes};
-use tundish_shm::attachment::{self, Attachment};
-use tundish_shm::named::{self, SegmentFolder, SegmentName};
-use tundish_shm::{Lease, PrivateMapping, Segment, SegmentAddress, ShmError};
+use pyo3::types::{IntoPyDict, PyBytes, PyCFunction, PyDict, PyMemoryView};
+use tundish_shm::arena::{self, Arena, CountedBytes};
+use tundish_shm::attachment::{self, Attachment, Keeper};
+use tundish_shm::named::{self, NameClaim, NameHold, NamedSegment, SegmentFolder, SegmentName, sweep};
+use tundish_shm::{CheckCancelled, Lease, PrivateMapping, Segment, SegmentAddress, ShmError};
 
-use super::claimed_name::{ClaimedName, make_segment};
-use super::drop_without_gil::DropWithoutGil;
-use super::{AddressTuple, as_address, as_tuple, check_signals};
+use super::{AddressTuple, DropWithoutGil, as_address, as_tuple, check_signals};
 use crate::error::BindingError;
-use crate::long_work::enter;
+use crate::long_work::{SignalCheck, enter};
 
 /// A segment that this process made. Without a name, it goes back to the arena of arrays.
 pub(super) struct OwnedSegment {
@@ -302,13 +300,7 @@ fn find_named(
 #[pyfunction]
 pub(crate) fn shared_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let attached = attachment::attached_bytes();
-    let stats = py.detach(|| Arena::of_arrays().stats());
-    let dict = PyDict::new(py);
-    dict.set_item("mapped", stats.in_use + attached)?;
-    dict.set_item("cached", stats.cached)?;
-    dict.set_item("escaped", stats.escaped)?;
-    dict.set_item("peak", stats.peak)?;
-    Ok(dict)
+    py.detach(|| arena::array_stats(attached)).into_py_dict(py)
 }
 
 /// Keeps up to `limit_bytes` of segments for the next arrays.
@@ -327,4 +319,82 @@ pub(crate) fn forget_in_children(py: Python<'_>) -> PyResult<()> {
     when.set_item("after_in_child", forget)?;
     py.import("os")?.call_method("register_at_fork", (), Some(&when))?;
     Ok(())
+}
+
+/// A segment's name, before and after the segment has it.
+pub(super) struct ClaimedName(Mutex<State>);
+
+enum State {
+    Claimed(NameClaim),
+    /// Also kept by every view of this process: the last one removes the name.
+    Held(Arc<NameHold>),
+    /// The name went to another segment.
+    Lost,
+}
+
+/// Makes a segment for `len` bytes: from the arena, or a new one for `name`.
+pub(super) fn make_segment(
+    len: usize,
+    name: Option<&str>,
+    signals: &mut SignalCheck,
+) -> Result<(Segment, Option<ClaimedName>), ShmError> {
+    let mut check_cancelled = || check_signals(signals);
+    let Some(name) = name else {
+        return Ok((Arena::of_arrays().take(len, &mut check_cancelled)?, None));
+    };
+    let folder = Arc::new(SegmentFolder::standard()?);
+    let claim = NameClaim::new(folder, SegmentName::new(name)?, &mut check_cancelled)?;
+    let segment = claim.make_segment(len, &mut check_cancelled)?;
+    Ok((segment, Some(ClaimedName(Mutex::new(State::Claimed(claim))))))
+}
+
+impl ClaimedName {
+    /// Gives the name to the segment. A second call does nothing.
+    pub(super) fn publish_name(&self, segment: &Segment, check_cancelled: CheckCancelled<'_>) -> Result<(), ShmError> {
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Lost) {
+            State::Claimed(claim) => *state = State::Held(Arc::new(claim.publish(segment.file(), check_cancelled)?)),
+            other => *state = other,
+        }
+        Ok(())
+    }
+
+    /// The value that views of this process keep.
+    pub(super) fn keeper(&self) -> Option<Keeper> {
+        match &*self.lock() {
+            State::Held(hold) => Some(Arc::clone(hold) as Keeper),
+            State::Claimed(_) | State::Lost => None,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Lists the named segments of this user, and removes the dead ones unless `dry_run`.
+#[pyfunction]
+#[pyo3(signature = (*, dry_run))]
+pub(crate) fn sweep_segments(py: Python<'_>, dry_run: bool) -> PyResult<Bound<'_, PyDict>> {
+    let found = enter(py, None, |signals| {
+        let folder = SegmentFolder::standard()?;
+        Ok(sweep(&folder, dry_run, &mut || check_signals(signals))?)
+    })?;
+    let described = |segments: &[NamedSegment]| -> PyResult<Vec<_>> {
+        segments.iter().map(|segment| describe(py, segment)).collect()
+    };
+    let report = PyDict::new(py);
+    report.set_item("dead", described(&found.dead)?)?;
+    report.set_item("live", described(&found.live)?)?;
+    report.set_item("failed", found.failed.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+    Ok(report)
+}
+
+fn describe<'py>(py: Python<'py>, segment: &NamedSegment) -> PyResult<Bound<'py, PyDict>> {
+    let entry = PyDict::new(py);
+    entry.set_item("name", segment.name.as_str())?;
+    entry.set_item("path", &segment.path)?;
+    entry.set_item("size", segment.bytes)?;
+    entry.set_item("made_by", segment.maker)?;
+    Ok(entry)
 }

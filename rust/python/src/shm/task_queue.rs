@@ -1,20 +1,24 @@
-//! Binds the task queue, and the watcher that ends a process with its parent.
+//! Binds the task queue, the content of its messages, and the watcher that ends a process with its parent.
+//!
+//! The content of a message is bytes, or a plain value that needs no pickle. Plain are `None`, `bool`, `int` of 64 bits,
+//! `float`, `complex` and `str`, of exactly these types. The highest byte of a message's kind has the form, so a kind is
+//! a number below 2²⁴.
 //!
 //! Invariants: a thread waits without the GIL and reacts to signals. A task or result that is there already is returned
-//! without releasing the GIL.
+//! without releasing the GIL. A plain value arrives as an equal one of the same type. Bytes arrive as bytes; so do bytes
+//! that are marked as a value but cannot be one.
+#![allow(unsafe_code)]
 
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyFloat, PyInt, PyList, PyString};
 use tundish_shm::ShmError;
 use tundish_shm::task_queue::{
     MAX_WORKERS, ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue,
 };
 
-use super::descriptor;
-use super::plain_values::{self, BytesOrPlainValue};
 use crate::error::BindingError;
 use crate::long_work::enter;
 
@@ -53,7 +57,7 @@ impl TaskQueue {
     /// Opens the queue of a parent's `fd`, which is not needed afterwards.
     #[staticmethod]
     fn open(fd: RawFd) -> Result<Self, BindingError> {
-        let queue = WorkerQueue::open(descriptor::borrow(fd)?)?;
+        let queue = WorkerQueue::open(borrow(fd)?)?;
         Ok(Self { side: Side::Worker(queue) })
     }
 
@@ -258,11 +262,11 @@ pub(crate) fn available_processors() -> usize {
 /// process `pid` has ended. A thread that needs no GIL watches a copy of `fd`.
 #[pyfunction]
 pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> Result<(), BindingError> {
-    Ok(tundish_shm::exit_with_parent(descriptor::borrow(fd)?, pid)?)
+    Ok(tundish_shm::exit_with_parent(borrow(fd)?, pid)?)
 }
 
 fn message<'py>(py: Python<'py>, task_id: TaskId, kind: u32, payload: &[u8]) -> Message<'py> {
-    let (kind, content) = plain_values::open(py, kind, payload);
+    let (kind, content) = open(py, kind, payload);
     (task_id.number(), kind, content)
 }
 
@@ -288,4 +292,128 @@ fn worker_number(worker: i64) -> Result<u16, BindingError> {
     u16::try_from(worker).ok().filter(|&worker| worker < MAX_WORKERS).ok_or_else(|| {
         BindingError::Value(format!("a task queue has the workers 0 to {}, not {worker}", MAX_WORKERS - 1))
     })
+}
+
+const FORM_SHIFT: u32 = 24;
+const KIND: u32 = (1 << FORM_SHIFT) - 1;
+
+const BYTES: u32 = 0;
+const NONE: u32 = 1;
+const BOOL: u32 = 2;
+const INT: u32 = 3;
+const FLOAT: u32 = 4;
+const COMPLEX: u32 = 5;
+const STR: u32 = 6;
+
+/// The most bytes of a value other than a text.
+const NUMBER_BYTES: usize = 16;
+
+/// The content of a message.
+pub(super) struct BytesOrPlainValue<'a> {
+    form: u32,
+    payload: Payload<'a>,
+}
+
+enum Payload<'a> {
+    Borrowed(&'a [u8]),
+    Number([u8; NUMBER_BYTES], usize),
+}
+
+impl<'a> BytesOrPlainValue<'a> {
+    /// Returns the content for a plain value; `None` for everything else.
+    pub(super) fn plain(value: &'a Bound<'_, PyAny>) -> Option<Self> {
+        if value.is_exact_instance_of::<PyInt>() {
+            return value.extract::<i64>().ok().map(|value| Self::number(INT, &value.to_le_bytes()));
+        }
+        if value.is_exact_instance_of::<PyString>() {
+            // Lone surrogates have no UTF-8.
+            let text = value.cast::<PyString>().ok()?.to_str().ok()?;
+            return Some(Self { form: STR, payload: Payload::Borrowed(text.as_bytes()) });
+        }
+        if value.is_exact_instance_of::<PyFloat>() {
+            return value.extract::<f64>().ok().map(|value| Self::number(FLOAT, &value.to_le_bytes()));
+        }
+        if value.is_none() {
+            return Some(Self::number(NONE, &[]));
+        }
+        if let Ok(value) = value.cast_exact::<PyBool>() {
+            return Some(Self::number(BOOL, &[u8::from(value.is_true())]));
+        }
+        let value = value.cast_exact::<PyComplex>().ok()?;
+        let mut parts = [0; 16];
+        parts[..8].copy_from_slice(&value.real().to_le_bytes());
+        parts[8..].copy_from_slice(&value.imag().to_le_bytes());
+        Some(Self::number(COMPLEX, &parts))
+    }
+
+    /// Returns the content for bytes or a plain value; `None` for everything else.
+    pub(super) fn of(value: &'a Bound<'_, PyAny>) -> Option<Self> {
+        if let Ok(bytes) = value.cast_exact::<PyBytes>() {
+            return Some(Self { form: BYTES, payload: Payload::Borrowed(bytes.as_bytes()) });
+        }
+        Self::plain(value)
+    }
+
+    /// Returns the kind of the message, with the form; `None` if `kind` is too large.
+    pub(super) fn kind(&self, kind: u32) -> Option<u32> {
+        (kind <= KIND).then_some(self.form << FORM_SHIFT | kind)
+    }
+
+    fn number(form: u32, bytes: &[u8]) -> Self {
+        let mut number = [0; NUMBER_BYTES];
+        number[..bytes.len()].copy_from_slice(bytes);
+        Self { form, payload: Payload::Number(number, bytes.len()) }
+    }
+}
+
+impl AsRef<[u8]> for BytesOrPlainValue<'_> {
+    fn as_ref(&self) -> &[u8] {
+        match &self.payload {
+            Payload::Borrowed(bytes) => bytes,
+            Payload::Number(bytes, length) => &bytes[..*length],
+        }
+    }
+}
+
+/// Returns whether `value` is plain and takes at most `room` bytes, so that a message carries it as it is.
+///
+/// Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types.
+#[pyfunction]
+pub(crate) fn is_plain(value: &Bound<'_, PyAny>, room: usize) -> bool {
+    BytesOrPlainValue::plain(value).is_some_and(|content| content.as_ref().len() <= room)
+}
+
+/// Returns the kind, without the form, and the content of a message.
+pub(super) fn open<'py>(py: Python<'py>, kind: u32, payload: &[u8]) -> (u32, Bound<'py, PyAny>) {
+    let content = value(py, kind >> FORM_SHIFT, payload).unwrap_or_else(|| PyBytes::new(py, payload).into_any());
+    (kind & KIND, content)
+}
+
+fn value<'py>(py: Python<'py>, form: u32, payload: &[u8]) -> Option<Bound<'py, PyAny>> {
+    match form {
+        NONE => Some(py.None().into_bound(py)),
+        BOOL => Some(PyBool::new(py, *payload.first()? != 0).to_owned().into_any()),
+        INT => i64::from_le_bytes(payload.try_into().ok()?).into_pyobject(py).ok().map(Bound::into_any),
+        FLOAT => Some(PyFloat::new(py, float(payload)?).into_any()),
+        COMPLEX => {
+            let (real, imag) = payload.split_at_checked(8)?;
+            Some(PyComplex::from_doubles(py, float(real)?, float(imag)?).into_any())
+        }
+        STR => Some(PyString::new(py, core::str::from_utf8(payload).ok()?).into_any()),
+        _ => None,
+    }
+}
+
+fn float(bytes: &[u8]) -> Option<f64> {
+    Some(f64::from_le_bytes(bytes.try_into().ok()?))
+}
+
+/// Borrows descriptor `number` for the time of a call. Python keeps it open meanwhile; else calls on it fail, or use
+/// another file that got the number.
+pub(crate) fn borrow<'a>(number: RawFd) -> Result<BorrowedFd<'a>, BindingError> {
+    if number < 0 {
+        return Err(ShmError::Invalid(format!("{number} is not the number of a descriptor")).into());
+    }
+    // SAFETY: not -1, and used for system calls only.
+    Ok(unsafe { BorrowedFd::borrow_raw(number) })
 }

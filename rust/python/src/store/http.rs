@@ -10,7 +10,7 @@ use super::shard_store::{check_signals, deadline_of};
 
 use crate::error::BindingError;
 use crate::long_work::enter;
-use crate::shm::drop_without_gil::DropWithoutGil;
+use crate::shm::DropWithoutGil;
 
 /// Fetches over sockets also on one node.
 static OF_SOCKETS: PerProcess<Client> = PerProcess::new(Client::of_sockets);

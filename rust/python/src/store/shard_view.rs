@@ -12,7 +12,7 @@ use pyo3::types::{PyList, PyMemoryView};
 use tundish_store::{Dtype, FetchedTensor};
 
 use crate::dlpack::{Geometry, TensorExchange};
-use crate::shm::drop_without_gil::DropWithoutGil;
+use crate::shm::DropWithoutGil;
 
 /// Views of fewer bytes are dropped with the GIL held.
 const LARGE: u64 = 1 << 20;

@@ -15,8 +15,8 @@ use std::process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::ShmError;
-use crate::memory::memory_file::{CheckCancelled, DATA_START, Writers};
-use crate::memory::memory_limits;
+use crate::memory::{CheckCancelled, DATA_START, Writers};
+use crate::memory_limits;
 use crate::process::PerProcess;
 use crate::segment::Segment;
 
@@ -57,13 +57,35 @@ pub enum ArenaPurpose {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ArenaStats {
     /// In use, or sent to a reader that has not opened them.
-    pub in_use: usize,
+    pub in_use_bytes: usize,
     /// Given back, and kept for the next use.
-    pub cached: usize,
+    pub cached_bytes: usize,
     /// Given back while a view of them lived, and kept until the view ends.
-    pub escaped: usize,
+    pub escaped_bytes: usize,
     /// The most that all of them ever were together.
-    pub peak: usize,
+    pub peak_bytes: usize,
+}
+
+impl ArenaStats {
+    /// The counts as one flat record of names and values.
+    pub fn record(&self) -> [(&'static str, usize); 4] {
+        [
+            ("in_use_bytes", self.in_use_bytes),
+            ("cached_bytes", self.cached_bytes),
+            ("escaped_bytes", self.escaped_bytes),
+            ("peak_bytes", self.peak_bytes),
+        ]
+    }
+}
+
+/// The shared memory that arrays of this process take, those of others among it, as one flat record.
+///
+/// `attached_bytes` are those of other processes: their registry is asked with the GIL held, and the arena without.
+pub fn array_stats(attached_bytes: usize) -> [(&'static str, usize); 4] {
+    let mut record = Arena::of_arrays().stats().record();
+    let in_use_bytes = record[0].1;
+    record[0] = ("mapped_bytes", in_use_bytes + attached_bytes);
+    record
 }
 
 /// Segments for one use, by one process.
@@ -85,7 +107,7 @@ impl CountedBytes {
     /// Adds `bytes` to the statistics of the arena of arrays.
     pub fn new(bytes: usize) -> Self {
         let mut state = Arena::of_arrays().lock();
-        state.stats.in_use += bytes;
+        state.stats.in_use_bytes += bytes;
         state.update_peak();
         CountedBytes { process: process::id(), bytes }
     }
@@ -95,7 +117,7 @@ impl Drop for CountedBytes {
     fn drop(&mut self) {
         // A child made by `fork` counts nothing that its parent made.
         if self.process == process::id() {
-            Arena::of_arrays().lock().stats.in_use -= self.bytes;
+            Arena::of_arrays().lock().stats.in_use_bytes -= self.bytes;
         }
     }
 }
@@ -214,7 +236,7 @@ impl Arena {
     pub fn give_sent(&self, mut segment: Segment) {
         segment.mark_sent();
         self.take_back(segment, |state, segment| {
-            state.stats.in_use += segment.size();
+            state.stats.in_use_bytes += segment.size();
             state.sent.push_back(segment);
         });
     }
@@ -225,7 +247,7 @@ impl Arena {
             return;
         }
         let mut state = self.lock();
-        state.stats.in_use -= segment.size();
+        state.stats.in_use_bytes -= segment.size();
         place(&mut state, segment);
         let released = state.release_surplus();
         drop(state);
@@ -245,10 +267,10 @@ impl Arena {
     pub fn trim(&self, most: usize) {
         let mut released = Vec::new();
         let mut state = self.lock();
-        while state.stats.cached > most
+        while state.stats.cached_bytes > most
             && let Some(oldest) = state.idle.pop_front()
         {
-            state.stats.cached -= oldest.size();
+            state.stats.cached_bytes -= oldest.size();
             released.push(oldest);
         }
         drop(state);
@@ -259,10 +281,10 @@ impl Arena {
     fn drop_kept(&self) -> usize {
         let mut state = self.lock();
         let mut released = std::mem::take(&mut state.idle);
-        state.stats.cached = 0;
+        state.stats.cached_bytes = 0;
         if state.forgets_escaped {
             released.append(&mut state.escaped);
-            state.stats.escaped = 0;
+            state.stats.escaped_bytes = 0;
         }
         drop(state);
         released.len()
@@ -308,7 +330,7 @@ impl State {
         let wanted = newest_first.min_by_key(|segment| segment.size())?.address().identity;
         let place = self.idle.iter().position(|segment| segment.address().identity == wanted)?;
         let segment = self.idle.remove(place)?;
-        self.stats.cached -= segment.size();
+        self.stats.cached_bytes -= segment.size();
         Some(segment)
     }
 
@@ -316,14 +338,14 @@ impl State {
     fn settle(&mut self) {
         for segment in std::mem::take(&mut self.sent) {
             if segment.is_acknowledged() {
-                self.stats.in_use -= segment.size();
+                self.stats.in_use_bytes -= segment.size();
                 self.let_escape(segment);
             } else {
                 self.sent.push_back(segment);
             }
         }
         for mut segment in std::mem::take(&mut self.escaped) {
-            self.stats.escaped -= segment.size();
+            self.stats.escaped_bytes -= segment.size();
             if segment.reclaim() {
                 self.keep(segment);
             } else {
@@ -333,19 +355,19 @@ impl State {
     }
 
     fn keep(&mut self, segment: Segment) {
-        self.stats.cached += segment.size();
+        self.stats.cached_bytes += segment.size();
         self.idle.push_back(segment);
     }
 
     fn let_escape(&mut self, segment: Segment) {
-        self.stats.escaped += segment.size();
+        self.stats.escaped_bytes += segment.size();
         self.escaped.push_back(segment);
     }
 
     /// Takes out segments until the limits are kept: first one that alone is too large, then the oldest.
     fn release_surplus(&mut self) -> Vec<Segment> {
         let mut released = Vec::new();
-        while self.stats.cached + self.stats.escaped > self.limit
+        while self.stats.cached_bytes + self.stats.escaped_bytes > self.limit
             || self.idle.len() + if self.forgets_escaped { self.escaped.len() } else { 0 } > MAX_KEPT
         {
             let Some((segment, bytes)) = self.take_next_to_drop() else { break };
@@ -360,25 +382,25 @@ impl State {
         let limit = self.limit;
         let is_too_large = |segment: &Segment| segment.size() > limit;
         if let Some(place) = self.idle.iter().position(is_too_large) {
-            return Some((self.idle.remove(place)?, &mut self.stats.cached));
+            return Some((self.idle.remove(place)?, &mut self.stats.cached_bytes));
         }
         if let Some(place) = self.escaped.iter().position(is_too_large) {
-            return Some((self.escaped.remove(place)?, &mut self.stats.escaped));
+            return Some((self.escaped.remove(place)?, &mut self.stats.escaped_bytes));
         }
         if let Some(oldest) = self.idle.pop_front() {
-            return Some((oldest, &mut self.stats.cached));
+            return Some((oldest, &mut self.stats.cached_bytes));
         }
-        Some((self.escaped.pop_front()?, &mut self.stats.escaped))
+        Some((self.escaped.pop_front()?, &mut self.stats.escaped_bytes))
     }
 
     fn count_in(&mut self, segment: &Segment) {
-        self.stats.in_use += segment.size();
+        self.stats.in_use_bytes += segment.size();
         self.update_peak();
     }
 
     fn update_peak(&mut self) {
-        let ArenaStats { in_use, cached, escaped, peak } = self.stats;
-        self.stats.peak = peak.max(in_use + cached + escaped);
+        let ArenaStats { in_use_bytes, cached_bytes, escaped_bytes, peak_bytes } = self.stats;
+        self.stats.peak_bytes = peak_bytes.max(in_use_bytes + cached_bytes + escaped_bytes);
     }
 }
 

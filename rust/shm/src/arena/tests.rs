@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::segment::lease::Lease;
+use crate::segment::attachment::Lease;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -74,15 +74,15 @@ proptest! {
                 }
                 Step::Trim(bytes) => {
                     arena.trim(bytes);
-                    prop_assert!(arena.last_stats().cached <= bytes);
+                    prop_assert!(arena.last_stats().cached_bytes <= bytes);
                 }
                 _ => {}
             }
             let stats = arena.stats();
-            prop_assert!(stats.cached + stats.escaped <= limit, "{stats:?} with a limit of {limit}");
-            prop_assert_eq!(stats.in_use, used.iter().map(Segment::size).sum::<usize>());
-            prop_assert!(stats.peak >= stats.in_use + stats.cached + stats.escaped);
-            prop_assert!(!leases.is_empty() || stats.escaped == 0);
+            prop_assert!(stats.cached_bytes + stats.escaped_bytes <= limit, "{stats:?} with a limit of {limit}");
+            prop_assert_eq!(stats.in_use_bytes, used.iter().map(Segment::size).sum::<usize>());
+            prop_assert!(stats.peak_bytes >= stats.in_use_bytes + stats.cached_bytes + stats.escaped_bytes);
+            prop_assert!(!leases.is_empty() || stats.escaped_bytes == 0);
         }
     }
 }
@@ -137,9 +137,9 @@ fn a_segment_is_filled_in_parts_and_writes_to_private_mappings_stay_private() {
             assert_eq!(segment.data().add((1 << 20) - 1).read(), 3);
         }
         arena.give_back(segment);
-        assert!(arena.stats().escaped > 0, "a private mapping is a lease");
+        assert!(arena.stats().escaped_bytes > 0, "a private mapping is a lease");
         drop(views);
-        assert!(arena.stats().cached > 0 && arena.stats().escaped == 0);
+        assert!(arena.stats().cached_bytes > 0 && arena.stats().escaped_bytes == 0);
     }
 }
 
@@ -161,7 +161,7 @@ fn kept_segments_make_way_for_a_new_one() {
     arena.give_back(escaped);
     let error = arena.take(1 << 60, &mut || Ok(())).unwrap_err();
     assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
-    assert_eq!(arena.stats(), ArenaStats { peak: arena.stats().peak, ..ArenaStats::default() });
+    assert_eq!(arena.stats(), ArenaStats { peak_bytes: arena.stats().peak_bytes, ..ArenaStats::default() });
 }
 
 #[test]
@@ -174,9 +174,13 @@ fn slabs_with_a_view_are_not_forgotten_if_memory_is_missing() {
     let error = arena.take(1 << 60, &mut || Ok(())).unwrap_err();
     assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
     let stats = arena.stats();
-    assert_eq!((stats.cached, stats.escaped), (0, bytes), "what is idle makes way; what has a view takes memory still");
+    assert_eq!(
+        (stats.cached_bytes, stats.escaped_bytes),
+        (0, bytes),
+        "what is idle makes way; what has a view takes memory still"
+    );
     drop(view);
-    assert_eq!(arena.stats().cached, bytes);
+    assert_eq!(arena.stats().cached_bytes, bytes);
 }
 
 #[test]

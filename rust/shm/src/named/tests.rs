@@ -9,10 +9,9 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use super::sweep::{NamedSegment, sweep};
 use super::*;
-use crate::memory::mapping::{Access, Mapping};
-use crate::memory::memory_file::DATA_START;
+use crate::memory::DATA_START;
+use crate::memory::{Access, Mapping};
 use crate::segment::header::SegmentHeader;
 
 /// Long enough for a thread to reach its wait.
@@ -303,7 +302,7 @@ fn an_attach_while_the_last_holder_lets_go_gets_all_or_nothing() {
         assert!(probe.is_held().unwrap());
         let (reading, _) = test.folder.open(&name, OFlags::RDONLY).unwrap().unwrap();
         drop(file);
-        memory_file::lock_shared(reading.as_fd()).unwrap();
+        memory::lock_shared(reading.as_fd()).unwrap();
         reading
     };
     drop(hold);

@@ -1,6 +1,10 @@
 //! Attaches this process to segments of other processes: one mapping a segment, however often it is attached.
 //!
-//! An [`Attachment`] lives as long as an object of this process uses it, and its mapping is its lease.
+//! An [`Attachment`] lives as long as an object of this process uses it, and its mapping is its lease. A
+//! [`PrivateMapping`] shares a page until it is written to, and no other process sees the change. As long as a
+//! [`Lease`] lives in any process, the owner does not use the segment for other data: it is a shared lock on an open
+//! file description of its own, to which only a mapping of the segment's first page refers. The kernel drops the lock
+//! when the last process that inherited the mapping unmaps it or ends. No descriptor is kept open for it.
 //!
 //! Invariants:
 //!
@@ -8,6 +12,7 @@
 //! 2. The registry's lock is held for moments. The Python bindings take it with the GIL held, so no fork by Python
 //!    finds it locked.
 //! 3. An attachment lies within its file, which cannot become shorter: it is sealed, or its name is this user's alone.
+#![allow(unsafe_code)]
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -19,10 +24,9 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use rustix::fs::OFlags;
 
 use crate::error::ShmError;
-use crate::memory::mapping::{Access, Mapping};
-use crate::memory::memory_file::{self, DATA_START};
+use crate::memory::{self, DATA_START, HUGE_PAGE};
+use crate::memory::{Access, Mapping};
 use crate::segment::header::SegmentHeader;
-use crate::segment::private_mapping::PrivateMapping;
 use crate::segment::{Segment, SegmentAddress};
 
 static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
@@ -79,7 +83,7 @@ impl Attachment {
         keeper: Option<Keeper>,
     ) -> Result<Self, AttachError> {
         let name = expected.map_or_else(|| "the segment".to_owned(), describe);
-        if is_sealed && !memory_file::keeps_its_length(file.as_fd()) {
+        if is_sealed && !memory::keeps_its_length(file.as_fd()) {
             let reason = "it is not sealed".to_owned();
             return Err(AttachError::Other(ShmError::NotASegment { segment: name, reason }));
         }
@@ -146,7 +150,7 @@ pub fn attach_unregistered(address: &SegmentAddress) -> Result<Attachment, ShmEr
     let mut tried = Vec::new();
     // A relative inherited the owner's descriptor under its own number.
     for process in [process::id(), address.process] {
-        let opened = memory_file::open_of(process, address.descriptor, OFlags::RDONLY).map_err(AttachError::Other);
+        let opened = memory::open_of(process, address.descriptor, OFlags::RDONLY).map_err(AttachError::Other);
         match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
             Ok(attached) => return Ok(attached),
             Err(AttachError::ReleasedOrRevoked(error)) => return Err(error),
@@ -168,7 +172,7 @@ pub fn attach_own(segment: &Segment, keeper: Option<Keeper>) -> Result<Arc<Attac
     if let Some(attachment) = find(&address)? {
         return Ok(attachment);
     }
-    let file = memory_file::reopen(segment.file(), OFlags::RDONLY)?;
+    let file = memory::reopen(segment.file(), OFlags::RDONLY)?;
     Attachment::new(file, Some(&address), false, keeper).map(add).map_err(AttachError::into_error)
 }
 
@@ -181,7 +185,7 @@ fn lease(
     let gone = |reason: &str| {
         AttachError::ReleasedOrRevoked(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() })
     };
-    let size = usize::try_from(memory_file::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);
+    let size = usize::try_from(memory::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);
     let read = || SegmentHeader::read(file, size, name).map_err(AttachError::Other);
     // Read before the lock is taken, since the lock of another segment tells nothing about this one.
     let identity = read()?.identity;
@@ -189,7 +193,7 @@ fn lease(
         let reason = "another segment has taken its place".to_owned();
         return Err(AttachError::Other(ShmError::NotASegment { segment: name.to_owned(), reason }));
     }
-    if !memory_file::lock_shared(file).map_err(AttachError::Other)? {
+    if !memory::lock_shared(file).map_err(AttachError::Other)? {
         return Err(gone("its owner is about to use it again"));
     }
     let header = read()?;
@@ -243,4 +247,102 @@ pub(crate) fn describe(address: &SegmentAddress) -> String {
 
 fn lock() -> MutexGuard<'static, HashMap<u64, Weak<Attachment>>> {
     REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Some of a segment's data, for this process alone to write to.
+#[derive(Debug)]
+pub struct PrivateMapping {
+    map: Mapping,
+    /// Where the mapping begins in the segment.
+    start: usize,
+    /// Dropped last.
+    _keeper: Option<Keeper>,
+}
+
+impl PrivateMapping {
+    /// Maps `bytes` of the data of a segment of `size` bytes. `file` has the shared lock, which the mapping keeps.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] if the address space has no room.
+    pub(crate) fn new(
+        file: BorrowedFd<'_>,
+        size: usize,
+        bytes: Range<usize>,
+        keeper: Option<Keeper>,
+    ) -> Result<Self, ShmError> {
+        let page = rustix::param::page_size();
+        // A huge page is mapped as one where addresses and offsets agree.
+        let unit = if bytes.len() >= HUGE_PAGE { HUGE_PAGE } else { page };
+        let start = (DATA_START + bytes.start) / unit * unit;
+        let end = (DATA_START + bytes.end).next_multiple_of(page).min(size.next_multiple_of(page));
+        let len = end.saturating_sub(start).max(page);
+        let map = Mapping::of_part(file, start as u64, len, Access::Private)?;
+        Ok(PrivateMapping { map, start, _keeper: keeper })
+    }
+
+    /// The first byte of the segment's data. Only the bytes that the mapping was made for may be used.
+    pub fn data(&self) -> *mut u8 {
+        self.map.start().wrapping_add(DATA_START).wrapping_sub(self.start)
+    }
+}
+
+/// Keeps a segment as it is.
+#[derive(Debug)]
+pub struct Lease {
+    _page: Mapping,
+}
+
+impl Lease {
+    /// A lease on the segment that `file` is open on; `None` if its owner is about to use it again.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the process may open or map no more.
+    pub(crate) fn take(file: BorrowedFd<'_>) -> Result<Option<Self>, ShmError> {
+        let own = memory::reopen(file, OFlags::RDONLY)?;
+        if !memory::lock_shared(own.as_fd())? {
+            return Ok(None);
+        }
+        let page = Mapping::new(&own, rustix::param::page_size(), Access::Read)?;
+        Ok(Some(Lease { _page: page }))
+    }
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use crate::memory::Writers;
+    use crate::segment::Segment;
+
+    fn segment() -> Segment {
+        let mut segment = Segment::create(1000, Writers::Present, &mut || Ok(())).unwrap();
+        segment.publish(1000, b"").unwrap();
+        segment
+    }
+
+    #[test]
+    fn a_segment_is_reclaimed_when_its_last_lease_ends() {
+        let mut segment = segment();
+        let (one, other) = (segment.lease().unwrap(), segment.lease().unwrap());
+        assert!(!segment.reclaim());
+        drop(one);
+        assert!(!segment.reclaim());
+        drop(other);
+        assert!(segment.reclaim());
+        assert_eq!(segment.address().generation, 2);
+        let _again = segment.lease().unwrap();
+        assert!(!segment.reclaim());
+    }
+
+    #[test]
+    fn a_lease_keeps_no_descriptor() {
+        let segment = segment();
+        let before = segment.file().as_raw_fd();
+        let leases: Vec<_> = (0..50).map(|_| segment.lease().unwrap()).collect();
+        let next = Segment::create(1000, Writers::Present, &mut || Ok(())).unwrap();
+        // Other tests may open some at the same time, but not so many.
+        assert!(next.file().as_raw_fd() - before < 50, "{before} {}", next.file().as_raw_fd());
+        assert_eq!(leases.len(), 50);
+    }
 }

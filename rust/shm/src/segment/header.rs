@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::error::ShmError;
-use crate::memory::mapping::Mapping;
-use crate::memory::memory_file::DATA_START;
+use crate::memory::DATA_START;
+use crate::memory::Mapping;
 
 /// Begins every segment; the last byte is the version of this layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundish\x01");

@@ -7,8 +7,6 @@
 
 pub mod attachment;
 pub(crate) mod header;
-pub(crate) mod lease;
-pub(crate) mod private_mapping;
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -17,13 +15,13 @@ use std::process;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use self::attachment::Lease;
+use self::attachment::PrivateMapping;
 use self::header::{LAYOUT_ROOM, SegmentHeader};
-use self::lease::Lease;
-use self::private_mapping::PrivateMapping;
 use crate::error::ShmError;
-use crate::memory::mapping::{Access, Mapping};
-use crate::memory::memory_file::{self, CheckCancelled, DATA_START, Writers};
-use crate::memory::memory_limits;
+use crate::memory::{self, CheckCancelled, DATA_START, Writers};
+use crate::memory::{Access, Mapping};
+use crate::memory_limits;
 
 /// Bytes that are copied between two calls of `check_cancelled`: some milliseconds.
 const STRIDE: usize = 32 << 20;
@@ -69,8 +67,8 @@ impl Segment {
     pub(crate) fn create(len: usize, writers: Writers, check_cancelled: CheckCancelled<'_>) -> Result<Self, ShmError> {
         let size = size_for(len)?.next_multiple_of(rustix::param::page_size());
         memory_limits::check(size as u64)?;
-        let file = memory_file::create()?;
-        let cleared = memory_file::reserve(file.as_fd(), size, writers, check_cancelled)?;
+        let file = memory::create()?;
+        let cleared = memory::reserve(file.as_fd(), size, writers, check_cancelled)?;
         let mut segment = Self::over(file, size, writers)?;
         segment.cleared = cleared;
         Ok(segment)
@@ -292,7 +290,7 @@ impl Segment {
     /// # Errors
     /// [`ShmError::Io`] where the kernel cannot seal.
     pub(crate) fn seal(&mut self) -> Result<(), ShmError> {
-        memory_file::seal(self.file.as_fd(), self.writers)?;
+        memory::seal(self.file.as_fd(), self.writers)?;
         self.is_sealed = true;
         Ok(())
     }
@@ -314,8 +312,8 @@ impl Segment {
     /// # Errors
     /// [`ShmError::Io`] where the process may open or map no more.
     pub fn private(&self, bytes: Range<usize>) -> Result<PrivateMapping, ShmError> {
-        let own = memory_file::reopen(self.file.as_fd(), OFlags::RDONLY)?;
-        memory_file::lock_shared(own.as_fd())?;
+        let own = memory::reopen(self.file.as_fd(), OFlags::RDONLY)?;
+        memory::lock_shared(own.as_fd())?;
         PrivateMapping::new(own.as_fd(), self.map.len(), bytes, None)
     }
 
@@ -331,13 +329,13 @@ impl Segment {
 
     /// Invalidates all handles of the segment; `false` if a view of it lives in any process.
     pub(crate) fn reclaim(&mut self) -> bool {
-        self.invalidate_handles() && memory_file::unlock(self.file.as_fd()).is_ok()
+        self.invalidate_handles() && memory::unlock(self.file.as_fd()).is_ok()
     }
 
     /// As [`reclaim`](Self::reclaim), and keeps the exclusive lock.
     fn invalidate_handles(&mut self) -> bool {
         // On any other answer of the kernel, the segment is not used again.
-        if !self.is_own() || !matches!(memory_file::lock_exclusive(self.file.as_fd()), Ok(true)) {
+        if !self.is_own() || !matches!(memory::lock_exclusive(self.file.as_fd()), Ok(true)) {
             return false;
         }
         self.generation += 1;
@@ -374,7 +372,7 @@ impl Drop for Segment {
             header::retire(&self.map, if is_sent { self.generation } else { 0 });
             // No process has a lease or can get one any more, so none sees that the segment is emptied.
             if self.writers == Writers::All && !is_sent && self.invalidate_handles() {
-                memory_file::empty(self.file.as_fd(), DATA_START, self.map.len());
+                memory::empty(self.file.as_fd(), DATA_START, self.map.len());
             }
         }
     }

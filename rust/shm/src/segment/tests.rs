@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::memory::memory_file::HUGE_PAGE;
+use crate::memory::HUGE_PAGE;
 
 fn create(len: usize) -> Segment {
     Segment::create(len, Writers::Present, &mut || Ok(())).unwrap()
@@ -16,7 +16,7 @@ fn data(segment: &Segment) -> &[u8] {
 fn all_pages_of_a_segment_are_there_whatever_their_size() {
     for len in [1, HUGE_PAGE - DATA_START, HUGE_PAGE, 2 * HUGE_PAGE + 5000] {
         let segment = create(len);
-        let reserved = memory_file::status(segment.file()).unwrap().st_blocks.unsigned_abs() * 512;
+        let reserved = memory::status(segment.file()).unwrap().st_blocks.unsigned_abs() * 512;
         assert!(reserved >= segment.size() as u64, "{reserved} of {}", segment.size());
         assert!(segment.cleared <= segment.size() && segment.cleared.is_multiple_of(HUGE_PAGE));
         assert!(data(&segment).iter().all(|&byte| byte == 0));

@@ -7,30 +7,32 @@
 //! Invariants: a worker that is killed between any two instructions loses at most the task that it had taken. No thread
 //! waits for that task after the worker is reaped. A model checks these rules of `protocol`.
 
-pub(crate) mod atomic;
-mod layout;
+/// The atomics of the protocol; a model checker puts its own in their place.
+pub(crate) mod atomic {
+    pub(crate) use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+    pub(crate) use core::sync::atomic::{AtomicU32, AtomicU64, fence};
+    pub(crate) use std::sync::Mutex;
+}
+mod memory;
 mod protocol;
-mod shared_memory;
-mod worker_queue;
 
 use std::thread::available_parallelism;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use self::memory::{QueueLayout, QueueMemory};
+use self::protocol::QueueWords;
+pub use self::protocol::TimeLimit;
 pub use self::protocol::WaiterRole;
-pub use self::protocol::parent::WaitOutcome;
-pub use self::protocol::slot_state::TaskId;
-pub use self::protocol::time_limit::TimeLimit;
-pub use self::protocol::worker::TakeOutcome;
-pub use self::worker_queue::WorkerQueue;
-
-use self::layout::QueueLayout;
 use self::protocol::parent::ParentProtocol;
-use self::shared_memory::QueueMemory;
+pub use self::protocol::parent::WaitOutcome;
+pub use self::protocol::slots::TaskId;
+pub use self::protocol::worker::TakeOutcome;
+use self::protocol::worker::WorkerProtocol;
 use crate::ShmError;
 
 /// How many workers a queue has room for; their numbers are below.
-pub const MAX_WORKERS: u16 = layout::WORKERS;
+pub const MAX_WORKERS: u16 = memory::WORKERS;
 
 /// A queue as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerQueue`].
 pub struct ParentQueue {
@@ -154,4 +156,74 @@ fn check_worker(worker: u16) -> Result<(), ShmError> {
 
 fn processors() -> usize {
     available_parallelism().map_or(1, usize::from)
+}
+
+/// A queue as its workers have it, each with a number of its own.
+pub struct WorkerQueue {
+    worker: WorkerProtocol<QueueMemory>,
+}
+
+impl WorkerQueue {
+    /// The queue in `memory`, a [`ParentQueue::descriptor`](super::ParentQueue::descriptor); it is not needed
+    /// afterwards.
+    ///
+    /// # Errors
+    /// [`ShmError::NotASegment`] for anything else than a queue of this version, [`ShmError::Io`] where it cannot be
+    /// mapped.
+    pub fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
+        // At most half of the processors spin: the parent and the work itself need the others.
+        let max_spinning = (processors() / 2) as u64;
+        Ok(Self { worker: WorkerProtocol::new(QueueMemory::open(memory)?, max_spinning) })
+    }
+
+    /// The largest payload.
+    pub fn capacity(&self) -> usize {
+        self.worker.words().layout().capacity()
+    }
+
+    /// The first task that is queued, if there is one; as `take`.
+    ///
+    /// # Errors
+    /// As those of `take`.
+    pub fn try_take<R>(&self, worker: u16, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<Option<R>, ShmError> {
+        check_worker(worker)?;
+        self.worker.try_take(worker).map(|task_id| self.read(task_id, read)).transpose()
+    }
+
+    /// Wait for a task. It is this worker's until it is finished.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a number that no worker can have.
+    pub fn take(&self, worker: u16, limit: &mut TimeLimit<'_>) -> Result<TakeOutcome<TaskId>, ShmError> {
+        check_worker(worker)?;
+        Ok(self.worker.take(worker, limit))
+    }
+
+    /// Read the message of a task.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a task that was not taken or is finished.
+    pub fn read<R>(&self, task_id: TaskId, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<R, ShmError> {
+        self.check_taken(task_id)?;
+        Ok(self.worker.words().read(task_id.slot(), |kind, payload| read(task_id, kind, payload)))
+    }
+
+    /// Leaves the result of a task, and wakes the parent.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a payload larger than [`WorkerQueue::capacity`], or a task that was not taken or is
+    /// finished.
+    pub fn finish(&self, task_id: TaskId, kind: u32, payload: &[u8]) -> Result<(), ShmError> {
+        check(self.worker.words(), payload.len())?;
+        self.check_taken(task_id)?;
+        self.worker.finish(task_id, kind, payload);
+        Ok(())
+    }
+
+    fn check_taken(&self, task_id: TaskId) -> Result<(), ShmError> {
+        if self.worker.has(task_id) {
+            return Ok(());
+        }
+        Err(ShmError::Invalid(format!("task {} is not taken, or is finished already", task_id.number())))
+    }
 }

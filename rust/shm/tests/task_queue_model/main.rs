@@ -22,9 +22,9 @@ use std::time::Duration;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
+use protocol::TimeLimit;
 use protocol::parent::{ParentProtocol, WaitOutcome};
-use protocol::slot_state::TaskId;
-use protocol::time_limit::TimeLimit;
+use protocol::slots::TaskId;
 use protocol::worker::{TakeOutcome, WorkerProtocol};
 use protocol::{QueueWords, WaiterRole};
 use words::{Memory, View, survives};

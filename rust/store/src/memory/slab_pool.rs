@@ -130,7 +130,7 @@ impl SlabPool {
     /// as neither: it escapes before it is released.
     fn lock_with_escaped(&self) -> (MutexGuard<'_, State>, u64) {
         let state = self.lock();
-        let escaped = self.arena.last_stats().escaped as u64;
+        let escaped = self.arena.last_stats().escaped_bytes as u64;
         (state, escaped)
     }
 
@@ -154,7 +154,7 @@ impl SlabPool {
 
     /// Frees the memory that was idle ever since the last call.
     pub(crate) fn trim(&self) {
-        let idle = self.arena.stats().cached as u64;
+        let idle = self.arena.stats().cached_bytes as u64;
         let unused = self.lock().least_idle.take().unwrap_or(idle).min(idle);
         if unused > 0 {
             self.arena.trim(usize::try_from(idle - unused).unwrap_or(usize::MAX));
@@ -163,7 +163,7 @@ impl SlabPool {
 
     fn note_idle(&self) {
         let mut state = self.lock();
-        let idle = self.arena.last_stats().cached as u64;
+        let idle = self.arena.last_stats().cached_bytes as u64;
         state.least_idle = Some(state.least_idle.map_or(idle, |least| least.min(idle)));
     }
 
@@ -188,8 +188,8 @@ impl SlabPool {
         MemoryStats {
             limit_bytes: state.limit,
             used_bytes: state.used,
-            escaped_bytes: arena.escaped as u64,
-            idle_bytes: arena.cached as u64,
+            escaped_bytes: arena.escaped_bytes as u64,
+            idle_bytes: arena.cached_bytes as u64,
             high_water_bytes: state.high_water,
         }
     }
@@ -361,7 +361,7 @@ mod tests {
         let pool = SlabPool::new("storage", LIMIT);
         drop(places(&pool, &[3 << 20]).unwrap());
         let _larger = places(&pool, &[6 << 20]).unwrap();
-        let most = pool.arena.stats().peak as u64;
+        let most = pool.arena.stats().peak_bytes as u64;
         assert!(most <= LIMIT, "{most}");
     }
 

@@ -176,7 +176,8 @@ def test_shutdown_ends_workers_that_do_not_end(method: str, way: str) -> None:
         send_signal(worker, signal.SIGSTOP)
     began = time.monotonic()
     pool.shutdown(timeout=0.5)
-    assert 0.4 < time.monotonic() - began < 5
+    # time: 40 times the timeout, and the worker would stay for ever
+    assert 0.4 < time.monotonic() - began < 20
     assert not Path(f"/proc/{worker}").exists()
 
 

@@ -223,7 +223,8 @@ pool.shutdown()
         _, errors = program.process.communicate(timeout=30)
         assert errors.count("Traceback") <= 6
         program.expect_nobody(1)
-    assert time.monotonic() - began < 30
+    # time: three starts of Python, and not one after the other without end
+    assert time.monotonic() - began < 90
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -279,7 +280,8 @@ def test_shutdown_ends_stuck_workers_by_force(method: str) -> None:
     until(stuck.running)
     began = time.monotonic()
     pool.shutdown(timeout=0.3)
-    assert 0.25 < time.monotonic() - began < 5
+    # time: 60 times the timeout; the stuck task takes a minute
+    assert 0.25 < time.monotonic() - began < 20
     with pytest.raises(WorkerDiedError, match=r"task 1 .*the pool was ended while worker process"):
         stuck.result(0)
     with pytest.raises(PoolError, match=r"task 2 .*ended by force"):
@@ -345,8 +347,10 @@ def test_ctrl_c_ends_everything_with_one_traceback(method: str, wait: str, tmp_p
         until_it_waits(program.process.pid)
         os.killpg(program.group, signal.SIGINT)
         began = time.monotonic()
+        # time: 40 times the promise of half a second; the tasks sleep for a minute
         out, errors = program.process.communicate(timeout=20)
-        assert time.monotonic() - began < 5
+        # time: as above
+        assert time.monotonic() - began < 20
         assert out == ""
         assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
         assert program.process.returncode in (-signal.SIGINT, 1, 130)

@@ -5,26 +5,23 @@
 //!
 //! Invariants, whichever worker is killed between whichever two instructions:
 //!
-//! 1. A slot's state names its owner ([`slot_state`]): the parent when free, none while queued, a worker while taken,
+//! 1. A slot's state names its owner ([`slots`]): the parent when free, none while queued, a worker while taken,
 //!    and the parent again when done. Only the owner touches the payload.
 //! 2. A taken slot carries its worker's number, so a death loses the task that the worker had, and nothing else
-//!    ([`ring`]).
+//!    ([`slots`]).
 //! 3. A bit that is set after the state says done marks a result; where a dead worker did not set it, reaping does
-//!    ([`results`]).
+//!    ([`wakeups`]).
 //! 4. A process that goes to sleep says so first and looks again afterwards; a process that makes something to do looks
 //!    for sleepers afterwards. Sequentially consistent fences stand between the two steps of each, so one of them sees
-//!    the other ([`idle_workers`], [`results`]). Reaping a worker wakes all threads that it may have failed to wake.
+//!    the other ([`wakeups`]). Reaping a worker wakes all threads that it may have failed to wake.
 
-pub(crate) mod idle_workers;
 pub(crate) mod parent;
-mod result_wakeups;
-mod ring;
-pub(crate) mod slot_state;
-pub(crate) mod spin;
-pub(crate) mod time_limit;
+pub(crate) mod slots;
+pub(crate) mod wakeups;
 pub(crate) mod worker;
 
-use std::time::Duration;
+use core::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use super::atomic::{AtomicU32, AtomicU64};
 
@@ -77,4 +74,84 @@ pub(crate) trait QueueWords {
     fn sleep(&self, word: &AtomicU32, seen: u32, longest: Option<Duration>);
     /// Wakes all threads that sleep on `word`.
     fn wake_all(&self, word: &AtomicU32);
+}
+
+/// The end of a wait.
+pub struct TimeLimit<'a> {
+    deadline: Option<Instant>,
+    check_every: Option<Duration>,
+    check: &'a mut dyn FnMut() -> bool,
+}
+
+impl<'a> TimeLimit<'a> {
+    /// Wait for `timeout`, or for ever. `check` is called after a signal, and after each `check_every`; the wait ends
+    /// when it says `false`.
+    pub fn new(timeout: Option<Duration>, check_every: Option<Duration>, check: &'a mut dyn FnMut() -> bool) -> Self {
+        // A time beyond the clock's range is no limit.
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        Self { deadline, check_every, check }
+    }
+
+    /// How long to sleep at most before the next check.
+    pub(crate) fn next_sleep(&self) -> Option<Duration> {
+        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        match (left, self.check_every) {
+            (Some(left), Some(every)) => Some(left.min(every)),
+            (left, every) => left.or(every),
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    pub(crate) fn may_continue(&mut self) -> bool {
+        (self.check)()
+    }
+}
+
+/// A shorter wait is spent awake. A receiver of a small batch waits a fifth of a millisecond for it.
+const MAX_SPIN: Duration = Duration::from_micros(400);
+/// Looks between two yields of the processor: the awaited process may need it.
+const CHECKS_PER_YIELD: usize = 32;
+/// After so many long waits in a row, the next one is expected to be long too.
+const LONG_WAITS_BEFORE_SLEEP: u32 = 2;
+
+/// The lengths of the last waits of one side.
+#[derive(Debug, Default)]
+pub(crate) struct SpinHistory {
+    // No word of the queue, so no model looks at it.
+    long_waits: core::sync::atomic::AtomicU32,
+}
+
+/// A wait that has begun.
+pub(crate) struct StartedWait(Instant);
+
+impl SpinHistory {
+    pub(crate) fn begin(&self) -> StartedWait {
+        StartedWait(Instant::now())
+    }
+
+    /// Look until `is_over` or it is time to sleep, or to go.
+    pub(crate) fn spin_until(&self, started: &StartedWait, limit: &TimeLimit<'_>, is_over: impl Fn() -> bool) {
+        if self.long_waits.load(Ordering::Relaxed) >= LONG_WAITS_BEFORE_SLEEP {
+            return;
+        }
+        while started.0.elapsed() < MAX_SPIN && !limit.is_over() {
+            for _ in 0..CHECKS_PER_YIELD {
+                if is_over() {
+                    return;
+                }
+                core::hint::spin_loop();
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Learn from a wait that is over.
+    pub(crate) fn end(&self, started: &StartedWait) {
+        let is_long = started.0.elapsed() >= MAX_SPIN;
+        let waits = if is_long { self.long_waits.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
+        self.long_waits.store(waits, Ordering::Relaxed);
+    }
 }

@@ -7,10 +7,10 @@
 use std::sync::PoisonError;
 
 use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
-use super::slot_state::{self as state, FREE, TaskId};
-use super::spin::SpinHistory;
-use super::time_limit::TimeLimit;
-use super::{QueueWords, WaiterRole, idle_workers, result_wakeups, ring};
+use super::SpinHistory;
+use super::TimeLimit;
+use super::slots::{self as state, FREE, TaskId};
+use super::{QueueWords, WaiterRole, slots, wakeups};
 
 /// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,18 +82,18 @@ impl<W: QueueWords> ParentProtocol<W> {
             for (kind, payload) in messages.take(room) {
                 let Some(slot) = local.free.pop() else { break };
                 self.words.write(slot as usize, kind, payload.as_ref());
-                each(ring::push(&self.words, local.tail, slot as usize));
+                each(slots::push(&self.words, local.tail, slot as usize));
                 local.tail += 1;
             }
-            ring::publish(&self.words, local.tail);
+            slots::publish(&self.words, local.tail);
         });
-        idle_workers::wake_needed(&self.words);
+        wakeups::wake_needed(&self.words);
     }
 
     /// Take a task back that no worker has taken.
     pub(crate) fn revoke(&self, task_id: TaskId) -> bool {
         self.with_local(|local| {
-            let is_mine = ring::revoke(&self.words, task_id);
+            let is_mine = slots::revoke(&self.words, task_id);
             if is_mine {
                 local.free.push(task_id.slot() as u32);
             }
@@ -111,17 +111,17 @@ impl<W: QueueWords> ParentProtocol<W> {
 
     /// Whether there are results.
     pub(crate) fn is_ready(&self) -> bool {
-        result_wakeups::is_ready(&self.words)
+        wakeups::is_ready(&self.words)
     }
 
     /// Call `each` with every result that there is, and free their slots. It runs without the lock.
     pub(crate) fn collect(&self, mut each: impl FnMut(TaskId, u32, &[u8])) {
-        if !result_wakeups::is_ready(&self.words) {
+        if !wakeups::is_ready(&self.words) {
             return;
         }
         let collected = self.with_local(|local| {
             let mut collected = std::mem::take(&mut local.collected);
-            result_wakeups::take_marks(&self.words, |slot| {
+            wakeups::take_marks(&self.words, |slot| {
                 let state = self.words.state(slot).load(Acquire);
                 if state::is_done(state) {
                     // Freed at once, or `reap` would mark it again.
@@ -140,25 +140,25 @@ impl<W: QueueWords> ParentProtocol<W> {
 
     /// Wait until there are results.
     pub(crate) fn wait(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
-        if result_wakeups::is_ready(&self.words) {
+        if wakeups::is_ready(&self.words) {
             return WaitOutcome::Ready;
         }
         if role == WaiterRole::Background {
             return self.sleep_until_ready(role, limit);
         }
-        result_wakeups::add_caller(&self.words);
+        wakeups::add_caller(&self.words);
         let started = self.spin.begin();
         if self.spins {
-            self.spin.spin_until(&started, limit, || result_wakeups::is_ready(&self.words));
+            self.spin.spin_until(&started, limit, || wakeups::is_ready(&self.words));
         }
         let waited = self.sleep_until_ready(role, limit);
         self.spin.end(&started);
-        result_wakeups::remove_caller(&self.words);
+        wakeups::remove_caller(&self.words);
         match waited {
-            WaitOutcome::Nothing if result_wakeups::is_ready(&self.words) => WaitOutcome::Ready,
+            WaitOutcome::Nothing if wakeups::is_ready(&self.words) => WaitOutcome::Ready,
             WaitOutcome::Interrupted => {
-                if result_wakeups::is_ready(&self.words) {
-                    result_wakeups::wake_for_result(&self.words);
+                if wakeups::is_ready(&self.words) {
+                    wakeups::wake_for_result(&self.words);
                 }
                 waited
             }
@@ -177,7 +177,7 @@ impl<W: QueueWords> ParentProtocol<W> {
                     continue;
                 }
                 if state::is_done(state) {
-                    result_wakeups::mark(&self.words, slot);
+                    wakeups::mark(&self.words, slot);
                 } else {
                     self.words.state(slot).store(FREE, Relaxed);
                     local.free.push(slot as u32);
@@ -185,9 +185,9 @@ impl<W: QueueWords> ParentProtocol<W> {
                 }
             }
         });
-        idle_workers::forget(&self.words, worker);
-        idle_workers::wake_all(&self.words);
-        result_wakeups::wake_again(&self.words);
+        wakeups::forget(&self.words, worker);
+        wakeups::wake_all_workers(&self.words);
+        wakeups::wake_again(&self.words);
         self.end_waits();
         lost
     }
@@ -195,14 +195,14 @@ impl<W: QueueWords> ParentProtocol<W> {
     /// Let workers stop when no task is left.
     pub(crate) fn stop(&self) {
         self.words.stopped().store(1, Release);
-        idle_workers::wake_all(&self.words);
+        wakeups::wake_all_workers(&self.words);
     }
 
     /// End all waits for results, or the next one in each role.
     pub(crate) fn end_waits(&self) {
         for role in [WaiterRole::Caller, WaiterRole::Background] {
             self.wait_ended(role).store(1, Release);
-            result_wakeups::wake(&self.words, role);
+            wakeups::wake(&self.words, role);
         }
     }
 
@@ -215,7 +215,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             if limit.is_over() {
                 return WaitOutcome::Nothing;
             }
-            let seen = result_wakeups::arm(&self.words, role);
+            let seen = wakeups::arm(&self.words, role);
             if let Some(waited) = self.wait_outcome(role) {
                 return waited;
             }
@@ -223,7 +223,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             self.words.sleep(result_word, seen, limit.next_sleep());
             // A caller that was woken returns, to see whether another thread has collected its result.
             let was_woken = result_word.load(Acquire) != seen;
-            if was_woken && role == WaiterRole::Caller && !result_wakeups::is_ready(&self.words) {
+            if was_woken && role == WaiterRole::Caller && !wakeups::is_ready(&self.words) {
                 return WaitOutcome::Nothing;
             }
             if !was_woken && !limit.may_continue() {
@@ -233,7 +233,7 @@ impl<W: QueueWords> ParentProtocol<W> {
     }
 
     fn wait_outcome(&self, role: WaiterRole) -> Option<WaitOutcome> {
-        if result_wakeups::is_ready(&self.words) {
+        if wakeups::is_ready(&self.words) {
             return Some(WaitOutcome::Ready);
         }
         let is_ended = self.wait_ended(role).load(Relaxed) != 0 && self.wait_ended(role).swap(0, AcqRel) != 0;
@@ -247,7 +247,7 @@ impl<W: QueueWords> ParentProtocol<W> {
     fn room_at(&self, local: &mut ParentState) -> usize {
         let left = |local: &ParentState| self.words.entries().saturating_sub(local.tail.saturating_sub(local.head));
         if left(local) < local.free.len() as u64 {
-            ring::skip_revoked(&self.words);
+            slots::skip_revoked(&self.words);
             local.head = self.words.head().load(Acquire);
         }
         local.free.len().min(left(local) as usize)
@@ -271,7 +271,7 @@ impl<W: QueueWords> Drop for DeliveryGuard<'_, W> {
         let words = &self.parent.words;
         for CollectedSlot { slot, state } in self.collected.drain(self.delivered..) {
             words.state(slot).store(state, Release);
-            result_wakeups::mark(words, slot);
+            wakeups::mark(words, slot);
         }
         self.parent.with_local(|local| {
             local.free.extend(self.collected.iter().map(|collected| collected.slot as u32));

@@ -1,10 +1,10 @@
 //! A worker's side: takes a task, leaves its result.
 
 use super::super::atomic::{Acquire, Relaxed, Release};
-use super::slot_state::{self as state, TaskId};
-use super::spin::SpinHistory;
-use super::time_limit::TimeLimit;
-use super::{QueueWords, idle_workers, result_wakeups, ring};
+use super::SpinHistory;
+use super::TimeLimit;
+use super::slots::{self as state, TaskId};
+use super::{QueueWords, slots, wakeups};
 
 /// The outcome of a wait for a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl<W: QueueWords> WorkerProtocol<W> {
 
     /// The first task that is queued, if there is one. A worker has one thread at it.
     pub(crate) fn try_take(&self, worker: u16) -> Option<TaskId> {
-        ring::take(&self.words, worker)
+        slots::take(&self.words, worker)
     }
 
     /// The first task that is queued, waited for.
@@ -46,9 +46,9 @@ impl<W: QueueWords> WorkerProtocol<W> {
         if let Some(task_id) = self.try_take(worker) {
             return TakeOutcome::Task(task_id);
         }
-        idle_workers::begin_search(&self.words, worker);
+        wakeups::begin_search(&self.words, worker);
         let found = self.search(worker, limit);
-        idle_workers::end_search(&self.words, worker);
+        wakeups::end_search(&self.words, worker);
         found
     }
 
@@ -67,19 +67,19 @@ impl<W: QueueWords> WorkerProtocol<W> {
         self.words.write(slot, kind, payload);
         let state = self.words.state(slot);
         state.store(state::done(state.load(Relaxed)), Release);
-        result_wakeups::mark(&self.words, slot);
-        result_wakeups::wake_for_result(&self.words);
+        wakeups::mark(&self.words, slot);
+        wakeups::wake_for_result(&self.words);
     }
 
     fn search(&self, worker: u16, limit: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
         let started = self.spin.begin();
         loop {
-            if idle_workers::count_searching(&self.words) <= self.max_spinning {
-                self.spin.spin_until(&started, limit, || ring::backlog(&self.words) > 0 || self.is_stopped());
+            if wakeups::count_searching(&self.words) <= self.max_spinning {
+                self.spin.spin_until(&started, limit, || slots::backlog(&self.words) > 0 || self.is_stopped());
             }
             // Read before the queue: tasks that were put before the stop are still done.
             let is_stopped = self.is_stopped();
-            if let Some(task_id) = ring::take(&self.words, worker) {
+            if let Some(task_id) = slots::take(&self.words, worker) {
                 self.spin.end(&started);
                 return TakeOutcome::Task(task_id);
             }
@@ -89,7 +89,7 @@ impl<W: QueueWords> WorkerProtocol<W> {
             if limit.is_over() {
                 return TakeOutcome::Nothing;
             }
-            if !idle_workers::sleep(&self.words, worker, limit) && !limit.may_continue() {
+            if !wakeups::sleep(&self.words, worker, limit) && !limit.may_continue() {
                 return TakeOutcome::Interrupted;
             }
         }

@@ -1,9 +1,11 @@
-//! Receives the buffers of other processes, and keeps their mappings for the next buffers in the same segments.
+//! Buffers: memory that one process writes in an arena's segment, and one other process receives without a copy.
 //!
-//! The mappings have no lock; each open buffer has a lease.
+//! A receiver keeps its mappings for the next buffers in the same segments. They have no lock; each open buffer has a
+//! lease.
 //!
-//! Invariants: a receiver acknowledges a buffer only after it has the lease. A mapping lies within its file, which is
-//! sealed.
+//! Invariants: until the reference is taken, the sender alone writes to a buffer; from then on its receiver may. The
+//! memory is used again when the receiver has opened and dropped it, or when the sender revoked it and no view of it
+//! lives. A receiver acknowledges a buffer only after it has the lease. A mapping lies within its file, which is sealed.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process;
@@ -12,13 +14,87 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::OFlags;
 
-use crate::arena::default_limit;
-use crate::buffers::BufferReference;
+use crate::arena::{Arena, default_limit};
 use crate::error::ShmError;
-use crate::memory::mapping::{Access, Mapping};
-use crate::memory::memory_file::{self, DATA_START};
+use crate::memory::{self, CheckCancelled, DATA_START};
+use crate::memory::{Access, Mapping};
+use crate::segment::attachment::Lease;
 use crate::segment::header::{self, SegmentHeader};
-use crate::segment::lease::Lease;
+use crate::segment::{Segment, SegmentAddress};
+
+/// The address and size of a buffer, for its receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferReference {
+    /// Its segment.
+    pub address: SegmentAddress,
+    /// The number of its bytes.
+    pub len: usize,
+}
+
+/// A buffer to be sent.
+#[derive(Debug)]
+pub struct SendBuffer {
+    /// Until it is given back.
+    segment: Option<Segment>,
+    arena: Arc<Arena>,
+    len: usize,
+    is_sent: bool,
+}
+
+impl SendBuffer {
+    /// A buffer of `len` bytes, whose contents are not defined.
+    ///
+    /// # Errors
+    /// As of [`Arena::take`].
+    pub fn take(arena: &Arc<Arena>, len: usize, check_cancelled: CheckCancelled<'_>) -> Result<Self, ShmError> {
+        let segment = arena.take(len, check_cancelled)?;
+        Ok(SendBuffer { segment: Some(segment), arena: Arc::clone(arena), len, is_sent: false })
+    }
+
+    /// The number of its bytes.
+    #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The first byte; valid for reads and writes of [`len`](SendBuffer::len) bytes as long as the buffer lives.
+    pub fn data(&self) -> *mut u8 {
+        self.segment.as_ref().map_or(std::ptr::dangling_mut(), Segment::data)
+    }
+
+    /// The descriptor of its memory in this process. A receiver that has it can open the buffer even when this process
+    /// is dead.
+    pub fn descriptor(&self) -> i32 {
+        self.segment.as_ref().map_or(-1, |segment| segment.address().descriptor)
+    }
+
+    /// Returns the reference for its one receiver. From here on the buffer counts as sent.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] in a child of the process that took it, which may not send it.
+    pub fn reference(&mut self) -> Result<BufferReference, ShmError> {
+        let refuse = || ShmError::Invalid("a buffer is sent by the process that took it alone".to_owned());
+        let segment = self.segment.as_mut().filter(|segment| segment.is_own()).ok_or_else(refuse)?;
+        if !self.is_sent {
+            segment.publish(self.len, &[])?;
+            self.is_sent = true;
+        }
+        Ok(BufferReference { address: segment.address(), len: self.len })
+    }
+
+    /// Revokes the buffer: once it is dropped, a receiver that opens it is refused.
+    pub fn revoke(&mut self) {
+        self.is_sent = false;
+    }
+}
+
+impl Drop for SendBuffer {
+    fn drop(&mut self) {
+        if let Some(segment) = self.segment.take() {
+            if self.is_sent { self.arena.give_sent(segment) } else { self.arena.give_back(segment) }
+        }
+    }
+}
 
 /// Mappings that are kept at most: each takes a descriptor.
 const MAX_KEPT: usize = 128;
@@ -105,7 +181,7 @@ impl BufferReceiver {
             Some(known) => known,
             None => {
                 let sender = reference.address.process;
-                let file = memory_file::open_of(sender, reference.address.descriptor, OFlags::RDWR)?;
+                let file = memory::open_of(sender, reference.address.descriptor, OFlags::RDWR)?;
                 self.keep(MappedSegment::new(file, sender)?)
             }
         };
@@ -143,7 +219,7 @@ impl BufferReceiver {
     /// [`ShmError::NotASegment`] where it is none, [`ShmError::Io`] where it cannot be mapped.
     pub fn adopt(&self, file: OwnedFd, sender: u32) -> Result<(), ShmError> {
         // The sender's description would have the sender's locks.
-        let own = memory_file::reopen(file.as_fd(), OFlags::RDWR)?;
+        let own = memory::reopen(file.as_fd(), OFlags::RDWR)?;
         self.keep(MappedSegment::new(own, sender)?);
         Ok(())
     }
@@ -204,10 +280,10 @@ impl BufferReceiver {
 impl MappedSegment {
     fn new(file: OwnedFd, sender: u32) -> Result<Self, ShmError> {
         let name = format!("a buffer of process {sender}");
-        if !memory_file::keeps_its_length(file.as_fd()) {
+        if !memory::keeps_its_length(file.as_fd()) {
             return Err(ShmError::NotASegment { segment: name, reason: "it is not sealed".to_owned() });
         }
-        let size = usize::try_from(memory_file::status(file.as_fd())?.st_size).unwrap_or(0);
+        let size = usize::try_from(memory::status(file.as_fd())?.st_size).unwrap_or(0);
         let header = SegmentHeader::read(file.as_fd(), size, &name)?;
         let map = Mapping::new(&file, size.next_multiple_of(rustix::param::page_size()), Access::Write)?;
         map.populate(0, map.len());
@@ -283,7 +359,7 @@ mod tests {
         let mut references = Vec::new();
         for mark in 0..3 {
             let (buffer, reference) = sent(&arena, &bytes_of(mark, 5000));
-            let file = memory_file::open_of(process::id(), buffer.descriptor(), OFlags::RDWR).unwrap();
+            let file = memory::open_of(process::id(), buffer.descriptor(), OFlags::RDWR).unwrap();
             // Adopted like a buffer of another process, whose descriptors end with it.
             buffers.adopt(file, process::id()).unwrap();
             references.push(reference);
@@ -366,8 +442,8 @@ mod tests {
                 drop(buffers.open(&reference).unwrap());
             }
             drop((open, kept));
-            prop_assert_eq!(arena.stats().in_use, 0);
-            prop_assert_eq!(arena.stats().escaped, 0);
+            prop_assert_eq!(arena.stats().in_use_bytes, 0);
+            prop_assert_eq!(arena.stats().escaped_bytes, 0);
         }
 
         /// Any file is refused, or the buffer lies within its bytes.
@@ -375,14 +451,14 @@ mod tests {
         fn any_bytes_are_no_buffer_or_one_within_its_file(
             words in prop::collection::vec(any::<u64>(), 0..20), magic: bool, pages in 0usize..4,
         ) {
-            let file = memory_file::create().unwrap();
-            memory_file::reserve(file.as_fd(), pages * 4096 + 1, memory_file::Writers::All, &mut || Ok(())).unwrap();
+            let file = memory::create().unwrap();
+            memory::reserve(file.as_fd(), pages * 4096 + 1, memory::Writers::All, &mut || Ok(())).unwrap();
             let mut header: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
             if magic && header.len() >= 8 {
                 header[..8].copy_from_slice(b"tundish\x01");
             }
             rustix::io::pwrite(&file, &header, 0).unwrap();
-            memory_file::seal(file.as_fd(), memory_file::Writers::All).unwrap();
+            memory::seal(file.as_fd(), memory::Writers::All).unwrap();
             if let Ok(known) = MappedSegment::new(file, 1) {
                 prop_assert!(known.map.len() >= DATA_START);
             }
