@@ -31,6 +31,7 @@ SINGLE_IMPORTER: dict[str, str] = {
     "tundish.packing.attention": "imports FlexAttention, which takes a second",
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",
+    "tundish.shm.supervisor": "the processes of a pool, apart from its tasks",
     "tundish.packing.stream_source": "how far a source is, apart from how its samples are packed",
     "tundish.scatter.loader_state": "what a resume needs, without any channel or thread",
     "tundish.scatter.prefetch": "the thread of a loader, its queue and its end",

@@ -15,8 +15,6 @@ from tundish.lazy import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["main"]
-
 EXIT_INTERRUPTED = 130
 INTERRUPTED_JSON = b'{"error": {"kind": "KeyboardInterrupt", "message": "interrupted", "exit_code": 130}}\n'
 

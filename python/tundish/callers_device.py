@@ -10,8 +10,6 @@ from typing import ParamSpec
 
 import torch
 
-__all__ = ["on_this_device"]
-
 P = ParamSpec("P")
 
 

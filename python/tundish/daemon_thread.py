@@ -13,8 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["DaemonThread", "is_done"]
-
 T = TypeVar("T")
 
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]

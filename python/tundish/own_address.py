@@ -6,8 +6,6 @@ import contextlib
 import socket
 from typing import Final
 
-__all__ = ["OUTSIDE", "address_towards"]
-
 # An address that no machine has (RFC 5737), for the address from which this machine sends to other machines.
 OUTSIDE: Final = "192.0.2.1", 9
 

@@ -12,8 +12,6 @@ from typing import Any, Self
 
 from tundish.errors import InvalidTypeError
 
-__all__ = ["ProgressLine"]
-
 
 class ProgressLine:
     """A progress line, as a context manager that wipes the line at its end.

@@ -6,8 +6,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["INTEGER_DTYPES", "extent", "raw_bytes"]
-
 # The integer dtype of each item size in bytes. It stands for dtypes of the same width: copies of integers change no
 # bit, and numpy has them.
 INTEGER_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,8 +9,6 @@ from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
-__all__ = ["check_seconds", "timeout_seconds"]
-
 
 def timeout_seconds(timeout: timedelta | float) -> float:
     """`timeout` in seconds.

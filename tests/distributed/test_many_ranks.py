@@ -13,8 +13,7 @@ import pytest
 from tundish.distributed import GroupInfo, RankFailure, Voter, vote_protocol
 from tundish.distributed import voter as voter_module
 from tundish.distributed.job_store import JobStore
-from tundish.distributed.vote_protocol import RankVote
-from tundish.distributed.vote_result import VoteResult
+from tundish.distributed.vote_protocol import RankVote, VoteResult
 from tundish.errors import VoteTimeoutError, format_ranks
 
 # The error that a rank raises, or its vote.

@@ -11,7 +11,7 @@ import pytest
 from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
 from tundish.distributed import Voter, same_arguments, vote
-from tundish.distributed.vote_result import difference
+from tundish.distributed.vote_protocol import difference
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 

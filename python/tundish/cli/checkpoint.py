@@ -15,8 +15,6 @@ from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundEr
 if TYPE_CHECKING:
     from tundish.checkpoint import Checkpoint, Checkpoints, Damaged
 
-__all__ = ["add_checkpoint_commands"]
-
 _NO_ENTRY = 2
 _WRITER_LOCK = ".owner"
 _SET_ASIDE = re.compile(r"discarded-(hf|dcp)-[0-9]+(-[0-9]+)?")

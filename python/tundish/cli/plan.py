@@ -16,8 +16,6 @@ from tundish.errors import InvalidInputError, PlanMismatchError, format_count
 if TYPE_CHECKING:
     from tundish.packing import PackPlan
 
-__all__ = ["add_plan_commands"]
-
 # Named here, so that `--help` imports no part of the package.
 _MODES = ("hard", "best_fit", "ordered", "sequential")
 _FORMATS = ("xtuner-preset", "trl", "nemo-parquet", "megatron")

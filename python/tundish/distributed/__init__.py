@@ -24,8 +24,8 @@ from tundish.distributed.process_groups import group_info as group_info
 from tundish.distributed.process_groups import new_subgroup as new_subgroup
 from tundish.distributed.process_groups import temporary_group as temporary_group
 from tundish.distributed.process_groups import unique_name as unique_name
-from tundish.distributed.vote_result import RankFailure as RankFailure
-from tundish.distributed.vote_result import same_arguments as same_arguments
+from tundish.distributed.vote_protocol import RankFailure as RankFailure
+from tundish.distributed.vote_protocol import same_arguments as same_arguments
 from tundish.distributed.voter import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from tundish.distributed.voter import Voter as Voter
 from tundish.distributed.voter import agreed, build_once_per_node, vote

@@ -30,6 +30,8 @@ from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import VoteId, group_info, unique_name
 from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
+    LostPeerError,
+    RankFailure,
     RankVote,
     VoteProtocol,
     as_exception,
@@ -37,7 +39,6 @@ from tundish.distributed.vote_protocol import (
     check_size,
     no_result_error,
 )
-from tundish.distributed.vote_result import LostPeerError, RankFailure
 from tundish.errors import InvalidInputError, JobStoreLostError, TundishError
 from tundish.timeouts import timeout_seconds
 
