@@ -174,8 +174,8 @@ def start_with_interrupt_blocked(process: BaseProcess) -> None:
 
 
 # A log handler that is busy for longer does not hold up a pool.
-_LOGGING_SECONDS = 10.0
-_LOGGING_RETRY_SECONDS = 0.01
+_LOGGING_SECONDS = 30.0
+_LOGGING_RETRY_SECONDS = 0.1
 _LOST = "the process that forks workers has ended"
 
 
@@ -252,7 +252,7 @@ def _no_log_record_in_progress() -> Iterator[None]:
                 yield
                 return
         # Another thread holds one of these locks and may want another.
-        time.sleep(_LOGGING_RETRY_SECONDS)
+        time.sleep(_LOGGING_RETRY_SECONDS / 10)
 
 
 def _hold_log_handlers(held: contextlib.ExitStack) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,14 +159,15 @@ def test_another_thread_may_log_to_a_file_while_a_pool_starts(
             logger.warning(record)
             with file.lock:
                 file.stream.truncate(0)
+            time.sleep(0.001)
 
     thread = threading.Thread(target=log)
     thread.start()
     try:
-        for _ in range(10):
+        for _ in range(5):
             pool = td.shm.SharedPool(log_and_return, max_workers=1)
             try:
-                assert [pool.submit(item).result(30) for item in range(3)] == [0, 1, 2]
+                assert [pool.submit(item).result(60) for item in range(3)] == [0, 1, 2]
             finally:
                 pool.shutdown(timeout=1)
     finally:
