@@ -31,7 +31,7 @@ CLOCKS = {
 TIME_NAMES = re.compile(r"(^|_)(at|duration|elapsed|seconds|took|latency)$")
 REASON = re.compile(r"#.*\btime: (\S.*)")
 # So many without a reason are left from before this rule.
-OLD = 116
+OLD = 85
 
 
 class Source:

@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn a_buffer_that_only_another_receiver_has_opened_is_kept_though_its_sender_is_gone() {
         let adopt = |receiver: &BufferReceiver, descriptor: i32| {
-            let file = memory_file::open_of(process::id(), descriptor, OFlags::RDWR).unwrap();
+            let file = memory::open_of(process::id(), descriptor, OFlags::RDWR).unwrap();
             receiver.adopt(file, process::id()).unwrap();
         };
         let arena = Arc::new(Arena::new(ArenaPurpose::Messages, 1 << 20));
