@@ -20,7 +20,7 @@ from tundish.errors import (
     StorageError,
 )
 from tundish.shm import node_sharing
-from tundish.shm.array_layout import as_numpy
+from tundish.shm.shared_array import as_numpy
 
 
 @pytest.fixture(scope="module", autouse=True)

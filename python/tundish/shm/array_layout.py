@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 Order = Literal["C", "F"]
 
@@ -89,25 +88,3 @@ class ArrayLayout:
         if layout.nbytes != nbytes:
             raise InvalidInputError(f"the segment holds {nbytes} bytes, and its layout says {text!r:.200}")
         return layout
-
-
-def as_numpy(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
-    """Return a view of `given`, a numpy array or a CPU tensor, and its layout in shared memory.
-
-    Raises:
-        InvalidTypeError: `given` cannot be shared.
-    """
-    torch = sys.modules.get("torch")
-    torch_dtype = None
-    if torch is not None and isinstance(given, torch.Tensor):
-        from tundish.shm.tensor_conversion import numpy_view_of
-
-        array, torch_dtype = numpy_view_of(given)
-    elif isinstance(given, np.ma.MaskedArray):
-        raise InvalidTypeError("a masked array cannot be shared: share its data and its mask")
-    elif isinstance(given, np.ndarray):
-        array = given.view(np.ndarray)
-    else:
-        raise InvalidTypeError(f"cannot share {format_type(given)}: give a numpy array or a CPU tensor")
-    order: Order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-    return array, ArrayLayout(shape=array.shape, order=order, dtype=array.dtype, torch_dtype=torch_dtype)

@@ -40,8 +40,8 @@ from tundish.errors import (
     StorageError,
     format_type,
 )
-from tundish.shm.array_layout import ArrayLayout, as_numpy
-from tundish.shm.shared_array import Handle, SharedArray
+from tundish.shm.array_layout import ArrayLayout
+from tundish.shm.shared_array import Handle, SharedArray, as_numpy
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, SegmentGoneError, format_type
-from tundish.shm.array_layout import ArrayLayout, Order, as_numpy
+from tundish.shm.array_layout import ArrayLayout, Order
 
 if TYPE_CHECKING:
     import torch
@@ -352,3 +352,25 @@ def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
     rows = max(1, _COPY_BYTES * len(target) // target.nbytes)
     for start in range(0, len(target), rows):
         np.copyto(target[start : start + rows], values[start : start + rows])
+
+
+def as_numpy(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
+    """Return a view of `given`, a numpy array or a CPU tensor, and its layout in shared memory.
+
+    Raises:
+        InvalidTypeError: `given` cannot be shared.
+    """
+    torch = sys.modules.get("torch")
+    torch_dtype = None
+    if torch is not None and isinstance(given, torch.Tensor):
+        from tundish.shm.tensor_conversion import numpy_view_of
+
+        array, torch_dtype = numpy_view_of(given)
+    elif isinstance(given, np.ma.MaskedArray):
+        raise InvalidTypeError("a masked array cannot be shared: share its data and its mask")
+    elif isinstance(given, np.ndarray):
+        array = given.view(np.ndarray)
+    else:
+        raise InvalidTypeError(f"cannot share {format_type(given)}: give a numpy array or a CPU tensor")
+    order: Order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    return array, ArrayLayout(shape=array.shape, order=order, dtype=array.dtype, torch_dtype=torch_dtype)
