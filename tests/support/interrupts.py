@@ -25,6 +25,7 @@ def until_it_waits(process_id: int, thread_id: int | None = None) -> None:
     until = time.monotonic() + _PATIENCE
     asleep, last = 0, ""
     while asleep < _LOOKS:
+        # time: what comes at all comes within this time
         assert time.monotonic() < until, (
             f"thread {thread_id or process_id} of process {process_id} does not wait"
         )
