@@ -120,7 +120,7 @@ impl MappedSegment {
     /// Whether its sender has dropped it, and no buffer in it is still to be opened here. What other receivers of the
     /// same buffer have opened does not count.
     fn is_over(&self) -> bool {
-        header::is_retired(&self.map) && self.opened.load(Ordering::Relaxed) >= header::generation(&self.map)
+        header::last_generation(&self.map).is_some_and(|last| self.opened.load(Ordering::Relaxed) >= last)
     }
 }
 

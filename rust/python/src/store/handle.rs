@@ -87,10 +87,6 @@ impl RTensor {
         Ok(Wanted { owner: Arc::clone(&shared.owner), id: id.clone(), rows, meta: self.meta()? })
     }
 
-    pub(super) fn has_reference(&self) -> bool {
-        self.lock().is_some()
-    }
-
     fn reference_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         self.lock().as_ref().map(|reference| reference.clone_ref(py))
     }

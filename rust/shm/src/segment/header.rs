@@ -150,8 +150,7 @@ pub(crate) fn retire(map: &Mapping, last: u64) {
     map.word(AT_RETIRED).store(last + 1, Ordering::Release);
 }
 
-/// Returns whether the segment is retired and its last buffer was received.
-pub(crate) fn is_retired(map: &Mapping) -> bool {
-    let retired = map.word(AT_RETIRED).load(Ordering::Acquire);
-    retired != 0 && acknowledged(map) >= retired - 1
+/// Returns the last generation of a retired segment; 0 if all buffers were received.
+pub(crate) fn last_generation(map: &Mapping) -> Option<u64> {
+    map.word(AT_RETIRED).load(Ordering::Acquire).checked_sub(1)
 }
