@@ -78,10 +78,10 @@ class _Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._root, name)
 
-    def remove(self, kind: str, step: int) -> None:
+    def remove(self, name: str) -> None:
         self.began.set()
         assert self.let_go.wait(60)
-        self._root.remove(kind, step)
+        self._root.remove(name)
 
 
 def test_protect_waits_for_no_removal(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_protect_waits_for_no_removal(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
     with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
-        owner = checkpointer._resources.writable
+        owner = checkpointer._session.writable
         assert owner is not None
-        owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
+        owner.root = slow = _Slow(owner.root)  # type: ignore[assignment]
         try:
             save = checkpointer.save_hf(4, {"w": torch.ones(1)})
             assert slow.began.wait(60)
@@ -112,9 +112,9 @@ def test_a_checkpoint_protected_before_its_removal_stays(tmp_path: Path) -> None
         for step in (1, 2):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
     with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
-        owner = checkpointer._resources.writable
+        owner = checkpointer._session.writable
         assert owner is not None
-        owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
+        owner.root = slow = _Slow(owner.root)  # type: ignore[assignment]
         try:
             save = checkpointer.save_hf(3, {"w": torch.ones(1)})
             # It is chosen to go, and is still there.

@@ -197,10 +197,10 @@ def test_a_save_that_is_refused_waits_for_no_memory(root: Path, tensors: dict[st
     with Checkpointer(root, on_failure="raise", staging_limit_bytes=100_000) as checkpointer:
         checkpointer.save_hf(5, tensors, blocking=True)
         # As if a save were under way.
-        checkpointer._resources.budget.take(100_000, "another save")
+        checkpointer._session.budget.take(100_000, "another save")
         with pytest.raises(StepExistsError, match="5"):
             checkpointer.save_hf(5, tensors)
-        checkpointer._resources.budget.give_back(100_000)
+        checkpointer._session.budget.give_back(100_000)
         checkpointer.save_hf(6, tensors, blocking=True)
 
 

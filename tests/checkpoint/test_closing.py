@@ -18,7 +18,7 @@ from support.distributed.programs import PIPE, Program, run
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.save import Save
+from tundish.checkpoint.save_job import Save
 from tundish.checkpoint.staging import Staged
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError, NotFoundError
 
@@ -469,7 +469,7 @@ def test_a_failure_that_ctrl_c_keeps_from_the_waiting_caller_is_acted_upon(
     heard: list[BaseException] = []
     is_pressed = threading.Event()
     with Checkpointer(root, on_failure=heard.append) as checkpointer:
-        finalizer = checkpointer._resources.queues["hf"]._finalizer
+        finalizer = checkpointer._session.queues["hf"]._finalizer
 
         def fail(_: object) -> None:
             raise OSError(5, "the disk is gone")

@@ -11,7 +11,7 @@ from support.distributed.rank_processes import Line, on_nodes, outcome
 
 from tundish._native import staging_stats, trim_staging
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.save import Save
+from tundish.checkpoint.save_job import Save
 
 
 def save_with_a_default_device(rank: int, line: Line) -> None:

@@ -19,7 +19,7 @@ import torch
 from support.distributed.programs import run
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.publish.retention import Checkpoint
+from tundish.checkpoint.root import Checkpoint
 from tundish.errors import InvalidInputError
 
 TENSORS = {"w": torch.ones(1000)}

@@ -34,17 +34,17 @@ def test_the_failure_policy_acts_before_leftovers_are_removed(root: Path) -> Non
     heard = threading.Event()
     was_heard: list[bool] = []
     with Checkpointer(root, on_failure=lambda _: heard.set()) as checkpointer:
-        owner: Any = checkpointer._resources.writable
-        abandon = owner.abandon
+        owner: Any = checkpointer._session.root
+        abort = owner.abort
 
-        def abandon_slowly(*given: Any) -> None:
+        def abort_slowly(*given: Any) -> None:
             # As on a file system that hangs.
             was_heard.append(heard.wait(20))
-            abandon(*given)
+            abort(*given)
 
-        owner.abandon = abandon_slowly
+        owner.abort = abort_slowly
         fail_at_writing(checkpointer, root, 5)
-        del owner.abandon
+        del owner.abort
         assert was_heard == [True]
         assert checkpointer.save_hf(6, TENSORS).result(60) == root / "hf-6"
 

@@ -17,7 +17,7 @@ import torch
 from support.distributed.programs import run
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
+from tundish.checkpoint.readonly import ReadonlyRoot
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 

@@ -172,7 +172,7 @@ def test_exports_alone_cannot_be_resumed(tmp_path: Path) -> None:
     # As many as there are, which is what 0 means to the Trainer.
     run.train()
     assert saved(tmp_path) == {"hf": [2], "dcp": []}
-    with pytest.raises(StepExistsError, match="a run with save_only_model cannot be resumed") as refusal:
+    with pytest.raises(StepExistsError, match="a run cannot be resumed from exports") as refusal:
         trainer(tmp_path, steps=4, save_only_model=True).train()
     assert "resume_from_checkpoint=True" not in str(refusal.value)
     with pytest.raises(NotFoundError, match="contains exports only"):

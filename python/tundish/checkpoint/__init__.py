@@ -1,7 +1,7 @@
 """Checkpoints that are saved while training goes on, and are complete or not there.
 
 `Checkpointer` saves Hugging Face exports (`hf`) and torch DCP checkpoints (`dcp`) under one root. A save is taken
-on the caller's thread (`start_save`), staged in host memory (`staging`) and published in the background (`publish`).
+on the caller's thread (`save_job`), staged in host memory and published in the background (`publish`).
 `open_readonly` reads a root from elsewhere, without importing torch.
 """
 
@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from tundish.checkpoint.hf.adapters import load_adapters as load_adapters
     from tundish.checkpoint.hf.adapters import refuse_encoded as refuse_encoded
     from tundish.checkpoint.hf.adapters import refuse_mixed as refuse_mixed
-    from tundish.checkpoint.publish.kinds_and_steps import KINDS as KINDS
-    from tundish.checkpoint.publish.readonly_root import Checkpoints as Checkpoints
-    from tundish.checkpoint.publish.readonly_root import Damaged as Damaged
-    from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, open_readonly, verify
-    from tundish.checkpoint.publish.retention import Checkpoint
-    from tundish.checkpoint.publish.retention import Retention as Retention
-    from tundish.checkpoint.publish.writable_root import WritableRoot as WritableRoot
-    from tundish.checkpoint.save import Save
+    from tundish.checkpoint.readonly import ReadonlyRoot, open_readonly, verify
+    from tundish.checkpoint.resume import ResumedRun as ResumedRun
+    from tundish.checkpoint.resume import choose_checkpoint as choose_checkpoint
+    from tundish.checkpoint.resume import load_chosen as load_chosen
+    from tundish.checkpoint.resume import start_new_run as start_new_run
+    from tundish.checkpoint.retention import Retention as Retention
+    from tundish.checkpoint.retention import WritableRoot as WritableRoot
+    from tundish.checkpoint.root import KINDS as KINDS
+    from tundish.checkpoint.root import Checkpoint
+    from tundish.checkpoint.root import Checkpoints as Checkpoints
+    from tundish.checkpoint.root import Damaged as Damaged
+    from tundish.checkpoint.root import DiskRoot as DiskRoot
+    from tundish.checkpoint.save_job import Save
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -37,17 +42,16 @@ else:
                 "refuse_encoded",
                 "refuse_mixed",
             ),
-            "tundish.checkpoint.publish.kinds_and_steps": ("KINDS",),
-            "tundish.checkpoint.publish.readonly_root": (
-                "Checkpoints",
-                "Damaged",
-                "ReadonlyRoot",
-                "open_readonly",
-                "verify",
+            "tundish.checkpoint.readonly": ("ReadonlyRoot", "open_readonly", "verify"),
+            "tundish.checkpoint.resume": (
+                "ResumedRun",
+                "choose_checkpoint",
+                "load_chosen",
+                "start_new_run",
             ),
-            "tundish.checkpoint.publish.retention": ("Checkpoint", "Retention"),
-            "tundish.checkpoint.publish.writable_root": ("WritableRoot",),
-            "tundish.checkpoint.save": ("Save",),
+            "tundish.checkpoint.retention": ("Retention", "WritableRoot"),
+            "tundish.checkpoint.root": ("KINDS", "Checkpoint", "Checkpoints", "Damaged", "DiskRoot"),
+            "tundish.checkpoint.save_job": ("Save",),
         },
     )
 

@@ -18,21 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tundish.checkpoint.checkpointer_resources import open_checkpointers
-from tundish.checkpoint.dcp.load import load_from_root
+from tundish.checkpoint.dcp.load import Loaded, load_from_root
 from tundish.checkpoint.dcp.save import DcpSave
+from tundish.checkpoint.failures import OnFailure
 from tundish.checkpoint.hf.export import HfExport
-from tundish.checkpoint.open_checkpointer import open_checkpointer
-from tundish.checkpoint.publish.failure_policy import OnFailure
-from tundish.checkpoint.publish.kinds_and_steps import check_step, plain_step
-from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
-from tundish.checkpoint.publish.retention import Checkpoint, Retention
-from tundish.checkpoint.save import Save, check_wait
-from tundish.checkpoint.start_save import SaveRequest, start_save
+from tundish.checkpoint.readonly import ReadonlyRoot
+from tundish.checkpoint.retention import Retention
+from tundish.checkpoint.root import Checkpoint, Root, check_step, plain_step
+from tundish.checkpoint.save_job import Save, SaveJob, check_wait
+from tundish.checkpoint.session import open_session, open_sessions
+from tundish.checkpoint.start_save import start_save
 from tundish.checkpoint.write_plan import DEFAULT_SHARD_BYTES, Staging
 from tundish.errors import InvalidInputError, TimedOutError
-
-__all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -86,7 +83,7 @@ class Checkpointer(ReadonlyRoot):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | Root,
         *,
         group: Any = None,
         keep_last: int | None = None,
@@ -102,10 +99,10 @@ class Checkpointer(ReadonlyRoot):
         on_event: Callable[[str, str, int], Any] | None = None,
     ) -> None:
         # A notebook that runs a cell again opens the root that the cell opened before.
-        for opened in list(open_checkpointers):
+        for opened in list(open_sessions):
             if opened.was_dropped:
                 opened.close()
-        self._resources = open_checkpointer(
+        self._session = open_session(
             root,
             group=group,
             timeout=timeout,
@@ -124,11 +121,11 @@ class Checkpointer(ReadonlyRoot):
             on_event=on_event,
         )
         # A checkpointer that is dropped without `close` has its saves finished all the same.
-        weakref.finalize(self, self._resources.drop).atexit = False
-        super().__init__(self._resources.path)
+        weakref.finalize(self, self._session.drop).atexit = False
+        super().__init__(self._session.readonly.reader)
 
     def _raise_pending(self) -> None:
-        self._resources.raise_pending()
+        self._session.raise_pending()
 
     # ---- Saving ----
 
@@ -193,9 +190,9 @@ class Checkpointer(ReadonlyRoot):
             >>> sorted(path.name for path in save.result().iterdir())
             ['model.safetensors', 'tundish.json']
         """
-        resources = self._resources
-        with resources.collective("save_hf"):
-            request = SaveRequest(
+        session = self._session
+        with session.collective("save_hf"):
+            job = SaveJob(
                 kind="hf",
                 step=plain_step(step),
                 tag=tag,
@@ -213,14 +210,14 @@ class Checkpointer(ReadonlyRoot):
                     to_hf=to_hf,
                     staging=staging,
                     optimizer=optimizer,
-                    group=resources.group,
-                    exchange_group=resources.exchange_group,
-                    voter=resources.voter,
-                    of_first_rank=resources.of_first_rank,
-                    are_nodes_alike=resources.are_nodes_alike,
+                    group=session.group,
+                    exchange_group=session.exchange_group,
+                    voter=session.voter,
+                    of_first_rank=session.of_first_rank,
+                    are_nodes_alike=session.are_nodes_alike,
                 ),
             )
-            return start_save(resources, request)
+            return start_save(session, job)
 
     def save_dcp(
         self,
@@ -265,9 +262,9 @@ class Checkpointer(ReadonlyRoot):
             >>> save.result().name
             'dcp-500'
         """
-        resources = self._resources
-        with resources.collective("save_dcp"):
-            request = SaveRequest(
+        session = self._session
+        with session.collective("save_dcp"):
+            job = SaveJob(
                 kind="dcp",
                 step=plain_step(step),
                 tag=tag,
@@ -275,7 +272,7 @@ class Checkpointer(ReadonlyRoot):
                 blocking=blocking,
                 make_plan=functools.partial(
                     DcpSave,
-                    resources.planner,
+                    session.planner,
                     state_dict,
                     extra=extra,
                     rank_extra=rank_extra,
@@ -284,7 +281,7 @@ class Checkpointer(ReadonlyRoot):
                 ),
                 extra=extra,
             )
-            return start_save(resources, request)
+            return start_save(session, job)
 
     # ---- Keeping, going back and loading ----
 
@@ -312,9 +309,9 @@ class Checkpointer(ReadonlyRoot):
             ...     [checkpoint.step for checkpoint in checkpointer.list()]
             [1, 3]
         """
-        self._resources.check_open()
+        self._session.check_open()
         self._raise_pending()
-        self._resources.protect(check_step(plain_step(step)))
+        self._session.protect(check_step(plain_step(step)))
 
     def discard_after(self, step: int) -> None:
         """Collective: set all checkpoints above `step` aside, after a rollback to it. Nothing is deleted.
@@ -341,17 +338,17 @@ class Checkpointer(ReadonlyRoot):
             ...     [checkpoint.step for checkpoint in checkpointer.list()]
             [1]
         """
-        resources, step = self._resources, plain_step(step)
-        with resources.collective("discard_after"):
+        session, step = self._session, plain_step(step)
+        with session.collective("discard_after"):
             # All ranks agree before anything is set aside.
-            with resources.agreed(f"discard_after of step {step}"):
-                resources.failure.raise_pending()
+            with session.agreed(f"discard_after of step {step}"):
+                session.failure.raise_pending()
                 check_step(step)
-                if any(queue.steps_under_way() for queue in resources.queues.values()):
+                if any(queue.steps_under_way() for queue in session.queues.values()):
                     raise InvalidInputError("a save is under way: wait() for it before discarding steps")
-            with resources.agreed(f"setting aside the steps above {step}"):
-                if resources.writable is not None:
-                    resources.writable.discard_after(step)
+            with session.agreed(f"setting aside the steps above {step}"):
+                if session.writable is not None:
+                    session.writable.discard_after(step)
 
     def load_dcp(
         self,
@@ -399,19 +396,30 @@ class Checkpointer(ReadonlyRoot):
             >>> state["w"], extra
             (tensor([1., 1.]), {'epoch': 3})
         """
-        resources, step = self._resources, plain_step(step)
-        with resources.collective("load_dcp"):
+        return self._load(state_dict, step, verify=verify, trusted=trusted)[1]
+
+    def _load(
+        self,
+        state_dict: dict[str, Any],
+        step: int | None,
+        *,
+        verify: bool = True,
+        trusted: Sequence[type] = (),
+    ) -> tuple[int, Loaded]:
+        """As `load_dcp`; returns the step that was loaded too."""
+        session, step = self._session, plain_step(step)
+        with session.collective("load_dcp"):
             # A save of this checkpointer is visible to its load.
-            resources.queues["dcp"].wait(None)
-            with resources.agreed("load_dcp"):
-                resources.failure.raise_pending()
+            session.queues["dcp"].wait(None)
+            with session.agreed("load_dcp"):
+                session.failure.raise_pending()
             return load_from_root(
                 state_dict,
-                resources.readonly,
+                session.readonly,
                 step,
                 verify=verify,
                 trusted=trusted,
-                voter=resources.voter,
+                voter=session.voter,
             )
 
     # ---- Waiting and closing ----
@@ -436,15 +444,15 @@ class Checkpointer(ReadonlyRoot):
             ...     save.done()
             True
         """
-        self._resources.refuse_in_callback("wait")
+        self._session.refuse_in_callback("wait")
         check_wait(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        for queue in self._resources.queues.values():
+        for queue in self._session.queues.values():
             if not queue.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimedOutError(
                     f"saves of steps {queue.steps_under_way()} were not over within {timeout} s"
                 )
-        self._resources.failure.raise_pending()
+        self._session.failure.raise_pending()
 
     def stats(self) -> dict[str, Any]:
         """Report the staging memory and the saves under way. Not collective.
@@ -463,8 +471,8 @@ class Checkpointer(ReadonlyRoot):
         """
         self._raise_pending()
         return {
-            "staging": self._resources.budget.stats(),
-            "under_way": {kind: queue.steps_under_way() for kind, queue in self._resources.queues.items()},
+            "staging": self._session.budget.stats(),
+            "under_way": {kind: queue.steps_under_way() for kind, queue in self._session.queues.items()},
         }
 
     def close(self) -> None:
@@ -485,17 +493,17 @@ class Checkpointer(ReadonlyRoot):
             >>> save.done()
             True
         """
-        resources = self._resources
-        if os.getpid() != resources.process:
+        session = self._session
+        if os.getpid() != session.process:
             return
-        resources.refuse_in_callback("close")
-        resources.closed_by = resources.closed_by or ""
+        session.refuse_in_callback("close")
+        session.closed_by = session.closed_by or ""
         try:
-            resources.close()
+            session.close()
         except BaseException:
-            resources.close_later()
+            session.close_later()
             raise
-        resources.failure.raise_pending()
+        session.failure.raise_pending()
 
     def __enter__(self) -> Self:
         return self

@@ -8,32 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
-import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
-from tundish._native import FileMetadata, ShardWriter, checksum_file, write_small_file
+from tundish._native import FileMetadata
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.copies import BufferCopy, Copies
-from tundish.checkpoint.write_plan import Exchange, PlannedBuffer, SmallFile, WritePlan
-from tundish.errors import StorageError
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteOptions:
-    """How the files of one save are written.
-
-    Attributes:
-        checksum: whether checksums are computed while writing.
-        writers_per_node: how many processes of this node may write at once.
-        set_progress: takes a function that returns how many bytes are written so far.
-    """
-
-    checksum: bool
-    writers_per_node: int
-    set_progress: Callable[[Callable[[], int]], None]
+from tundish.checkpoint.root import Draft, WriteOptions
+from tundish.checkpoint.write_plan import Exchange, PlannedBuffer, WritePlan
 
 
 class Staged:
@@ -100,7 +81,7 @@ class Staged:
         """After `wait_staged`, on the caller's thread: the caller may change the tensors from here on."""
         self._copies.allow_changes()
 
-    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
+    def write(self, draft: Draft, options: WriteOptions) -> list[FileMetadata]:
         """Write this rank's files and block until they are durable. On a background thread of every rank."""
         if self._exchange is not None:
             try:
@@ -110,15 +91,22 @@ class Staged:
                 self._exchange.wait()
             self._exchange = None
         self._fill_frames()
-        written = self._write_files(folder, options)
-        written += write_small_files(folder, self._plan.small_files)
+        # Without a name: a later error would keep the images alive.
+        written = draft.write(
+            [
+                (file.name, file.size, buffer.image)
+                for file, buffer in zip(self._plan.files, self._buffers, strict=False)
+            ],
+            options,
+        )
+        written += [draft.write_small(name, contents) for name, contents in self._plan.small_files]
         self._copies.confirm()
         return written
 
-    def write_late_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:
+    def write_late_files(self, draft: Draft, notes: Sequence[str]) -> list[FileMetadata]:
         """Write the late files, durably. On the group's first rank, after every rank's `write`, with their notes."""
         late = self._plan.late_files
-        return [] if late is None else write_small_files(folder, late(notes))
+        return [] if late is None else [draft.write_small(name, contents) for name, contents in late(notes)]
 
     def abort(self) -> None:
         """Called instead of `write` while other ranks may call theirs: ranks that wait for this one fail at once."""
@@ -138,50 +126,3 @@ class Staged:
             memory = memoryview(buffer.image)
             for start, contents in file.frames():
                 memory[start : start + len(contents)] = contents
-
-    def _write_files(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
-        files = [(file.name, file.size) for file in self._plan.files]
-        if not files:
-            return []
-        writer = ShardWriter(
-            folder, files, checksum=options.checksum, writers_per_node=options.writers_per_node
-        )
-        options.set_progress(lambda: writer.progress()[0])
-        try:
-            for (name, size), buffer in zip(files, self._buffers, strict=False):
-                writer.write(name, 0, buffer.image, 0, size)
-            return writer.finish()
-        except BaseException:
-            # A writer that is not stopped would go on writing into a folder that its save has given up.
-            writer.abort()
-            raise
-        finally:
-            written = writer.progress()[0]
-            # The save outlives the writer.
-            options.set_progress(lambda: written)
-
-
-def write_small_files(folder: Path, files: Iterable[SmallFile]) -> list[FileMetadata]:
-    """Write files without tensors into `folder`, and make them durable."""
-    written = []
-    for name, contents in files:
-        if isinstance(contents, bytes):
-            written.append(write_small_file(folder, name, contents))
-            continue
-        target = folder / name
-        try:
-            if target.parent != folder:
-                # Never the folder itself: if somebody removed it, the save fails.
-                target.parent.mkdir(parents=True, exist_ok=True)
-            # The contents alone: the file modes of a download cache do not fit a checkpoint.
-            with target.open("wb") as copied:
-                shutil.copyfileobj(contents, copied)
-        except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO,
-                f"cannot write the files beside the weights ({error.strerror or error})",
-                error.filename or str(folder),
-            ) from error
-        known = checksum_file(target)
-        written.append(FileMetadata(name, known.size, known.checksum))
-    return written

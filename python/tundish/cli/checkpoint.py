@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tundish.checkpoint import Checkpoint, Checkpoints, Damaged
 
 _NO_ENTRY = 2
-_WRITER_LOCK = ".owner"
 _SET_ASIDE = re.compile(r"discarded-(hf|dcp)-[0-9]+(-[0-9]+)?")
 
 
@@ -33,7 +32,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         "and folders that rollbacks set aside.",
     )
     _add_root(listing)
-    listing.set_defaults(run=run_list, needs="tundish.checkpoint.publish.readonly_root")
+    listing.set_defaults(run=run_list, needs="tundish.checkpoint.readonly")
 
     verify = add_command(
         verbs,
@@ -44,7 +43,7 @@ def add_checkpoint_commands(commands: Any) -> None:
     )
     _add_root(verify)
     verify.add_argument("--step", type=int, metavar="N", help="only the checkpoints of this step")
-    verify.set_defaults(run=run_verify, needs="tundish.checkpoint.publish.readonly_root")
+    verify.set_defaults(run=run_verify, needs="tundish.checkpoint.readonly")
 
     prune = add_command(
         verbs,
@@ -69,7 +68,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         metavar="STEP",
         help="also keep this step; may be repeated",
     )
-    prune.set_defaults(run=run_prune, needs="tundish.checkpoint.publish.writable_root")
+    prune.set_defaults(run=run_prune, needs="tundish.checkpoint.retention")
 
     repair = add_command(
         verbs,
@@ -79,7 +78,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         "every start of a Checkpointer does. No other process may save into the root meanwhile.",
     )
     _add_root(repair)
-    repair.set_defaults(run=run_repair, needs="tundish.checkpoint.publish.writable_root")
+    repair.set_defaults(run=run_repair, needs="tundish.checkpoint.retention")
 
 
 def run_list(options: argparse.Namespace) -> dict[str, Any]:
@@ -171,13 +170,13 @@ def _said(unsummed: list[str]) -> str:
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint prune`: removes old checkpoints, once every byte of those that stay holds."""
-    from tundish.checkpoint import KINDS, Retention, WritableRoot
+    from tundish.checkpoint import KINDS, DiskRoot, Retention, WritableRoot
 
-    retention = Retention(
-        keep_last=options.keep_last, keep_every=options.keep_every, protected=set(options.keep)
-    )
+    retention = Retention(keep_last=options.keep_last, keep_every=options.keep_every)
     _check_is_ours(options.root)
-    with contextlib.closing(WritableRoot(options.root, retention, wait_seconds=0.0)) as writable:
+    with contextlib.closing(DiskRoot(options.root, owns=True, wait_seconds=0.0)) as root:
+        writable = WritableRoot(root, retention)
+        writable.protect(options.keep)
         before, _ = _survey(options.root)
         for step in options.keep:
             if all(checkpoint.step != step for checkpoint in before):
@@ -209,11 +208,11 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint repair`."""
-    from tundish.checkpoint import Retention, WritableRoot
+    from tundish.checkpoint import DiskRoot
 
     _check_is_ours(options.root)
-    with contextlib.closing(WritableRoot(options.root, Retention(), wait_seconds=0.0)) as writable:
-        report = writable.recovered
+    with contextlib.closing(DiskRoot(options.root, owns=True, wait_seconds=0.0)) as root:
+        report = root.recovered
     lines = []
     for name, entries in report.items():
         for entry in entries:
@@ -238,7 +237,9 @@ def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
 
 def _check_is_ours(root: Path) -> None:
     """Refuse a folder where no checkpoint was ever saved: another one was meant, and nothing is to be left in it."""
-    if not any(_survey(root)) and not (root / _WRITER_LOCK).exists():
+    from tundish.checkpoint import DiskRoot
+
+    if not any(_survey(root)) and not DiskRoot(root).was_owned():
         raise InvalidInputError(f"{root}: no checkpoint was ever saved here: give the root of a Checkpointer")
 
 

@@ -25,14 +25,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tundish.checkpoint import (
     Checkpoint,
     Checkpointer,
+    ResumedRun,
+    choose_checkpoint,
     holds_adapters,
     load_adapters,
+    load_chosen,
     open_readonly,
     refuse_encoded,
     refuse_mixed,
+    start_new_run,
 )
-from tundish.distributed import agreed, voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
+from tundish.distributed import voter_of
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, missing_extra
 from tundish.integrations.datasets import pack_dataset
 
 try:
@@ -94,6 +98,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         self._checkpointer_options = dict(checkpointer_options or {})
         self._checkpointer: Checkpointer | None = None
         self._resumed_step = -1
+        self._run: ResumedRun | None = None
         self._resumed: dict[str, Any] = {}
         # The resumed checkpoint and each save of this run, in order: its step, and the best steps at that time.
         self._saves: list[tuple[int, frozenset[int]]] = []
@@ -166,7 +171,12 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         try:
             if not resume_from_checkpoint:
                 if self.args.save_strategy != SaveStrategy.NO:
-                    self._start_new_run()
+                    # With `save_only_model`, exports are the checkpoints of a run; otherwise its DCP checkpoints are.
+                    start_new_run(
+                        self.checkpointer,
+                        kind=None if self.args.save_only_model else "dcp",
+                        how="give resume_from_checkpoint=True",
+                    )
                 return super().train(None, *args, **kwargs)
             self._prepare_resume(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as folder:
@@ -177,27 +187,6 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             if self._checkpointer is not None:
                 self._checkpointer.close()
                 self._checkpointer = None
-
-    def _start_new_run(self) -> None:
-        """Check before the first step that no checkpoint of an earlier run conflicts with this run's saves."""
-        checkpointer = self.checkpointer
-        with agreed("starting without an earlier checkpoint"):
-            # With `save_only_model`, exports are the checkpoints of a run; otherwise its DCP checkpoints are.
-            found = open_readonly(checkpointer.path).survey(None if self.args.save_only_model else "dcp")
-            # Damaged checkpoints count as well: resuming reports what is wrong with them.
-            earlier = [one for ones in found for one in ones]
-            if earlier:
-                # A run cannot resume from exports alone.
-                can_resume = any(checkpoint.kind == "dcp" for checkpoint in earlier)
-                advice = (
-                    "give resume_from_checkpoint=True, or another output_dir"
-                    if can_resume
-                    else "give another output_dir, or move it away; a run with save_only_model cannot be resumed"
-                )
-                raise StepExistsError(
-                    errno.EEXIST, f"exists from an earlier run: {advice}", str(earlier[-1].path)
-                )
-        checkpointer.discard_after(0)
 
     def _prepare_resume(self, resume_from_checkpoint: str | Literal[True]) -> None:
         """Choose the step to resume from and load the state of this rank, except for weights and optimizer."""
@@ -218,8 +207,9 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             newest = self.checkpointer.latest("dcp") if number == "latest" else path
             step = None if newest is None else int(newest.name.partition("-")[2])
         with self._explain_missing_checkpoint():
-            extra, rank_extras = self.checkpointer.load_dcp({}, step)
-        self._resumed_step = extra["step"]
+            run = choose_checkpoint(self.checkpointer, step)
+        self._run, rank_extras = run, run.rank_extras
+        self._resumed_step = run.step
         # A rank that the saving run did not have takes the state of rank 0, except for the random generators.
         self._resumed = rank_extras.get(self.args.process_index) or {**rank_extras[0], "random": None}
         # All ranks take the Trainer state of rank 0: their logs may differ by their clocks.
@@ -302,8 +292,9 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             return
         weights, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
-        # Its checksums were verified in `_prepare_resume`.
-        self.checkpointer.load_dcp(state, self._resumed_step, verify=False)
+        if self._run is None:
+            raise RuntimeError("no checkpoint was chosen to resume from")
+        load_chosen(self.checkpointer, state, self._run)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -311,8 +302,6 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             optim_state_dict=state["optimizer"],
         )
         self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
-        # A killed run may have published only one kind of a step, and newer checkpoints may be damaged.
-        self.checkpointer.discard_after(self._resumed_step)
         self._export_best()
 
     def _export_best(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from tundish import _native
 from tundish.checkpoint.hf.export import HfExport
+from tundish.checkpoint.root import DiskDraft
 from tundish.checkpoint.staging import Staged
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -223,8 +224,8 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     plan = HfExport({"w": torch.randn(1024, 1024)})
     with staged(plan) as save:
         save.wait_staged(10)
-        save.write_late_files(tmp_path, [])
-        save.write(tmp_path, options(told.append))
+        save.write_late_files(DiskDraft(tmp_path), [])
+        save.write(DiskDraft(tmp_path), options(told.append))
     assert told[-1]() == plan.write_plan().file_bytes
     assert not [thread for thread in threading.enumerate() if "tundish-hf" in thread.name]
 

@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tundish.checkpoint.hf.export import HfExport
+from tundish.checkpoint.root import DiskDraft
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 WEIGHTS = {"w": torch.ones(2)}
@@ -192,7 +193,7 @@ def test_the_same_save_gives_the_same_bytes(source: Path, tmp_path: Path) -> Non
 def test_files_of_other_ranks_are_not_reported(tmp_path: Path) -> None:
     with staged(HfExport(WEIGHTS, tokenizer=OwnConfig())) as save:
         (tmp_path / "model-00002-of-00002.safetensors").write_text("x")
-        assert [fact.name for fact in save.write_late_files(tmp_path, [])] == ["own.txt"]
+        assert [fact.name for fact in save.write_late_files(DiskDraft(tmp_path), [])] == ["own.txt"]
 
 
 def test_a_circle_of_links_is_refused(source: Path) -> None:

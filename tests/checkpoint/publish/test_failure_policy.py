@@ -11,21 +11,21 @@ import time
 
 import pytest
 
-from tundish.checkpoint.publish.failure_policy import FailurePolicy
+from tundish.checkpoint.failures import FailurePolicy
 from tundish.errors import InvalidInputError
 
 PROGRAM = """
     import os, signal, sys, threading, time
-    from tundish.checkpoint.publish import failure_policy
+    from tundish.checkpoint import failures
 
     if sys.argv[1] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        failure_policy.GRACE_SECONDS = 0.5
+        failures.GRACE_SECONDS = 0.5
     if sys.argv[1] == "child":
         if os.fork() == 0:
             time.sleep(60)
             os._exit(0)
-    policy = failure_policy.FailurePolicy("terminate", 3)
+    policy = failures.FailurePolicy("terminate", 3)
     print(time.time(), flush=True)
     threading.Thread(target=policy.act, args=(OSError(28, "full"), "save_hf of step 7")).start()
     time.sleep(60)
@@ -71,7 +71,7 @@ def test_a_process_that_ignores_the_request_is_killed() -> None:
 
 FIRST_PROCESS = """
     import os, signal, subprocess, sys, time
-    from tundish.checkpoint.publish.failure_policy import FailurePolicy
+    from tundish.checkpoint.failures import FailurePolicy
 
     os.setsid()
     # As one that was sent into the container from outside.

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tundish.checkpoint.publish.retention import Checkpoint, Retention
+from tundish.checkpoint.retention import Retention
+from tundish.checkpoint.root import Checkpoint
 from tundish.errors import InvalidInputError
 
 
@@ -36,9 +37,8 @@ def test_surplus_checkpoints_are_those_that_no_rule_keeps(
         keep_every=keep_every,
         keep=lambda checkpoint: checkpoint.step in chosen,
         keep_tagged={} if snapshots is None else {"snapshot": snapshots},
-        protected=protected,
     )
-    surplus = retention.surplus(there)
+    surplus = retention.surplus(there, protected)
 
     def is_kept(one: Checkpoint) -> bool:
         newer = [other for other in there if other.step > one.step]
@@ -57,11 +57,12 @@ def test_surplus_checkpoints_are_those_that_no_rule_keeps(
 
 def test_a_checkpoint_that_keep_protects_stays_though_it_is_newer() -> None:
     def keep(checkpoint: Checkpoint) -> bool:
-        retention.protected.add(checkpoint.step + 1)
+        protected.add(checkpoint.step + 1)
         return False
 
+    protected: set[int] = set()
     retention = Retention(keep_last=1, keep=keep)
-    assert retention.surplus([checkpoint(step) for step in (1, 3, 4, 6, 9)]) == [1, 3, 6]
+    assert retention.surplus([checkpoint(step) for step in (1, 3, 4, 6, 9)], protected) == [1, 3, 6]
 
 
 @pytest.mark.parametrize("argument", ["keep_last", "keep_every"])

@@ -26,7 +26,8 @@ from support.distributed.rank_processes import Job
 from tundish._native import FileMetadata
 from tundish.checkpoint.dcp.plan import SavePlanner
 from tundish.checkpoint.dcp.save import DcpSave
-from tundish.checkpoint.staging import Staged, WriteOptions
+from tundish.checkpoint.root import DiskDraft, WriteOptions
+from tundish.checkpoint.staging import Staged
 from tundish.distributed import VoteId, voter_of
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, set_progress=lambda ask: None)
@@ -130,9 +131,9 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
             folder.mkdir(exist_ok=True)
         barrier()
         staged.wait_staged(60)
-        facts: list[FileMetadata] = staged.write(folder, OPTIONS)
+        facts: list[FileMetadata] = staged.write(DiskDraft(folder), OPTIONS)
         notes = gathered(staged.note)
-        others = staged.write_late_files(folder, notes) if is_first else []
+        others = staged.write_late_files(DiskDraft(folder), notes) if is_first else []
     finally:
         staged.release()
     everyone = gathered([(fact.name, fact.size, fact.checksum) for fact in facts + others])

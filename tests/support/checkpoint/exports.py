@@ -13,7 +13,8 @@ from torch import distributed
 from tundish._native import FileMetadata
 from tundish.checkpoint.hf.export import HfExport
 from tundish.checkpoint.hf.gather import ExchangeGroup
-from tundish.checkpoint.staging import Staged, WriteOptions
+from tundish.checkpoint.root import DiskDraft, WriteOptions
+from tundish.checkpoint.staging import Staged
 
 PAGE = 4096
 
@@ -44,8 +45,8 @@ def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileMeta
     """Write a staged save into `folder`, which is created if it is missing."""
     folder.mkdir(exist_ok=True)
     save.wait_staged(60)
-    facts = save.write(folder, options())
-    return facts + (save.write_late_files(folder, []) if is_first else [])
+    facts = save.write(DiskDraft(folder), options())
+    return facts + (save.write_late_files(DiskDraft(folder), []) if is_first else [])
 
 
 def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileMetadata]:

@@ -37,8 +37,8 @@ from tundish.checkpoint.dcp.state import (
 )
 from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
 from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint
-from tundish.checkpoint.publish.kinds_and_steps import check_step
-from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
+from tundish.checkpoint.readonly import ReadonlyRoot
+from tundish.checkpoint.root import check_step
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
 
@@ -103,15 +103,15 @@ def load_from_root(
     verify: bool,
     trusted: Sequence[type],
     voter: Voter,
-) -> Loaded:
-    """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says."""
+) -> tuple[int, Loaded]:
+    """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says; returns its step too."""
     what = "choosing the checkpoint to load"
     with voter.agreed(what, same=same_arguments(call="load_dcp", step=repr(step), verify=bool(verify))):
         if step is not None:
             check_step(step)
     if step is not None:
         path = root.path / f"dcp-{step}"
-        return _load_verified(state_dict, path, step, verify=verify, trusted=trusted, voter=voter)
+        return step, _load_verified(state_dict, path, step, verify=verify, trusted=trusted, voter=voter)
     candidates = _CandidateCheckpoints(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
@@ -134,7 +134,7 @@ def load_from_root(
             with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
-                    return _load(state_dict, checkpoint, trusted)
+                    return step, _load(state_dict, checkpoint, trusted)
         candidates.skip(step, problem, is_logged=voter.is_first)
 
 

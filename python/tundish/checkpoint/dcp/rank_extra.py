@@ -26,7 +26,7 @@ import torch
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.format import rank_extra_name
 from tundish.checkpoint.dcp.verify import OpenCheckpoint, read_lock
-from tundish.checkpoint.publish.readonly_root import releasing
+from tundish.checkpoint.root import releasing
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError, NotFoundError
 from tundish.tensor_bytes import raw_bytes
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.format import METADATA, rank_extra_name, shard_name
-from tundish.checkpoint.publish.kinds_and_steps import format_steps
-from tundish.checkpoint.publish.readonly_root import MANIFEST, is_file, releasing, warn_without_checksums
+from tundish.checkpoint.readonly import warn_without_checksums
+from tundish.checkpoint.root import MANIFEST, format_steps, is_file, releasing
 from tundish.distributed import Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 

@@ -70,7 +70,7 @@ class Saving:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
         from tundish.errors import VoteTimeoutError
 
-        voter = self._checkpointer._resources.queues[self._kind]._finalizer.voter
+        voter = self._checkpointer._session.queues[self._kind]._finalizer.voter
         vote = voter.vote
 
         def lose(*given: Any, **named: Any) -> Any:
@@ -145,7 +145,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     savings = [Saving(rank, root, "hf") for root in line.hear()]
-    later = savings[1 - rank]._checkpointer._resources.voter.last_vote.name.rpartition("-")[0]
+    later = savings[1 - rank]._checkpointer._session.voter.last_vote.name.rpartition("-")[0]
     make = gather.temporary_group
 
     def make_in_turn(name: str, *given: Any, **named: Any) -> Any:

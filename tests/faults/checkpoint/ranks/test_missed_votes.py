@@ -20,7 +20,7 @@ class _Seeing(_Rank):
         """In the next vote of its calls, this rank brings its status and does not hear what it came to."""
         from tundish.errors import VoteTimeoutError
 
-        voter = self._checkpointer._resources.voter
+        voter = self._checkpointer._session.voter
         real = voter._hold
 
         def hold(*arguments: Any, **named: Any) -> Any:

@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file
 from support.soak import IS_SOAK
 
+from tundish import _native
 from tundish._native import ShardWriter, staging_stats
-from tundish.checkpoint import Checkpointer, open_readonly, staging
+from tundish.checkpoint import Checkpointer, open_readonly
 
 MIB = 1 << 20
 KINDS = ["hf", "dcp"]
@@ -77,7 +78,7 @@ def test_a_failing_writer_thread_fails_the_save(
         limit_files(4096)
         return writer
 
-    monkeypatch.setattr(staging, "ShardWriter", open_and_fail)
+    monkeypatch.setattr(_native, "ShardWriter", open_and_fail)
     before = staging_stats()["in_use"]
     failed: list[BaseException] = []
     with Checkpointer(tmp_path / "root", on_failure=failed.append) as checkpointer:

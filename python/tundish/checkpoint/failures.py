@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from tundish.errors import InvalidInputError
 
-__all__ = ["FailurePolicy", "OnFailure"]
-
 OnFailure = Literal["terminate", "raise"] | Callable[[BaseException], Any]
 
 # How long the process may take to end after SIGTERM before it gets SIGKILL.

@@ -1,19 +1,29 @@
-"""The future that `save_hf` and `save_dcp` return."""
+"""A save from the call to its end: `Save`, the future that the caller holds, and `SaveJob`, the work behind it.
+
+Invariant: one thread at a time owns a job: the caller's until it is queued, then the queue's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import logging
 import math
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from tundish.checkpoint.root import Checkpoint, Kind, name_of
 from tundish.checkpoint.staging import Staged
+from tundish.checkpoint.write_plan import SavePlan
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
-__all__ = ["Save", "check_wait", "waits_for_itself"]
+_logger = logging.getLogger("tundish.checkpoint")
 
 _LONGEST_WAIT_SECONDS = 0.25
 
@@ -182,6 +192,89 @@ class Save(Future[Path]):
         """Resolve the future: the save failed, or a callback after publication did."""
         self._staged_save = None
         self.set_exception(error)
+
+
+class SaveState(enum.Enum):
+    """How far a save has come on this rank."""
+
+    PLANNED = enum.auto()
+    TAKEN = enum.auto()
+    STAGED = enum.auto()
+    PUBLISHED = enum.auto()
+
+
+@dataclass(kw_only=True, eq=False)
+class SaveJob:
+    """One save of one rank.
+
+    Attributes:
+        kind: "hf" or "dcp".
+        step: the step.
+        tag: for retention.
+        overwrite: whether a published checkpoint of this step may be replaced.
+        blocking: whether the caller waits for the end.
+        make_plan: looks at the tensors and refuses what cannot be saved.
+        extra: of the manifest.
+        state: how far it has come.
+        plan: of the save, once it is made.
+        staged: the staged save, or the error that staging failed with on this rank.
+        future: what the caller holds, once it is taken.
+        number: of the vote that took it; the same on all ranks, and higher than that of any save before.
+        wanted: the checkpoint that the first rank began; None on the others.
+        needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
+        caller_raises: whether the caller's thread raises the error. Then the failure policy does not act.
+        memory: gives back the host memory and its part of the staging budget; closed when the save is over.
+    """
+
+    kind: Kind
+    step: int
+    tag: str | None
+    overwrite: bool
+    blocking: bool
+    make_plan: Callable[[], SavePlan]
+    extra: Mapping[str, Any] | None = None
+    state: SaveState = SaveState.PLANNED
+    plan: SavePlan | None = None
+    staged: Staged | BaseException | None = None
+    future: Save | None = None
+    number: int = -1
+    wanted: Checkpoint | None = None
+    needs_room: bool = False
+    caller_raises: bool = False
+    memory: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def what(self) -> str:
+        """The save, for messages."""
+        return f"save_{self.kind} of step {self.step}"
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint in the root."""
+        return name_of(self.kind, self.step)
+
+    @property
+    def save(self) -> Save:
+        """The future of a save that was taken."""
+        if self.future is None:
+            raise RuntimeError(f"{self.what} was not taken yet")
+        return self.future
+
+    def staged_save(self) -> Staged:
+        """The staged save; raises what staging failed with on this rank."""
+        if isinstance(self.staged, BaseException):
+            raise self.staged
+        if self.staged is None:
+            raise RuntimeError(f"{self.what} was handed on without its tensors")
+        return self.staged
+
+    def release(self) -> None:
+        """Give the host memory back. Never raises."""
+        if isinstance(self.staged, BaseException):
+            traceback.clear_frames(self.staged.__traceback__)
+        self.memory.close()
+        if self.plan is not None:
+            self.plan.release()
 
 
 def waits_for_itself(call: str) -> InvalidInputError:

@@ -1,4 +1,4 @@
-"""Lists, verifies and read-locks the published checkpoints of a root, without the writer lock and without torch.
+"""`ReadonlyRoot`: lists, verifies and read-locks the published checkpoints of a root, without torch or any change.
 
 A read lock keeps the writer from removing or replacing a checkpoint. Where the file system has no locks, a warning
 says so.
@@ -7,123 +7,30 @@ says so.
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tundish import _native
-from tundish.checkpoint.publish.kinds_and_steps import Kind, check_kind, check_step, plain_step
-from tundish.checkpoint.publish.retention import Checkpoint
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_count
-
-__all__ = [
-    "MANIFEST",
-    "Checkpoints",
-    "Damaged",
-    "ReadonlyRoot",
-    "checkpoints_of",
-    "open_readonly",
-    "releasing",
-    "verify",
-]
+from tundish.checkpoint.root import (
+    Checkpoints,
+    DamagedOnes,
+    DiskRoot,
+    Kind,
+    Root,
+    check_kind,
+    check_step,
+    name_of,
+    path_of,
+    plain_step,
+)
+from tundish.errors import NotFoundError, format_count
 
 _logger = logging.getLogger("tundish.checkpoint")
 
-MANIFEST = "tundish.json"
 
-Checkpoints = list[Checkpoint]  # classes below have a method called list
-
-
-@dataclass(frozen=True, kw_only=True)
-class Damaged:
-    """A folder with the name of a checkpoint that is not a whole checkpoint.
-
-    Attributes:
-        reason: why it is not.
-    """
-
-    kind: str
-    step: int
-    path: Path
-    reason: str
-
-
-_Damaged = list[Damaged]
 _Names = list[str]
-
-
-def checkpoints_of(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoints:
-    """The checkpoints that a root lists, of one kind or of all."""
-    return [
-        Checkpoint(
-            kind=entry["kind"],
-            step=entry["step"],
-            path=entry["path"],
-            tag=entry["tag"],
-            size=entry["bytes"],
-            files=entry["files"],
-            # Loading reports anything else as an error.
-            extra=entry["extra"] if isinstance(entry["extra"], dict) else {},
-        )
-        for entry in entries
-        if kind is None or entry["kind"] == kind
-    ]
-
-
-@contextlib.contextmanager
-def releasing(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLock]:
-    """Release `lock` after the block; warn where the file system has no locks."""
-    try:
-        if not lock.is_locked:
-            _warn_without_locks(lock.path.parent)
-        yield lock
-    finally:
-        lock.close()
-
-
-@functools.cache
-def _warn_without_locks(root: Path) -> None:
-    _logger.warning(
-        "the file system of %s has no locks: a checkpoint may be removed while it is read",
-        root,
-    )
-
-
-def path_of(given: Any, name: str) -> Path:
-    """The absolute path of the argument `name`."""
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise InvalidTypeError(f"{name} is {given!r}: give the path of a folder, as text")
-    text = os.fspath(given)
-    if not text or "\0" in text:
-        raise InvalidInputError(f"{name} is {text!r}, which names no folder: '.' is the current one")
-    return Path(given).absolute()
-
-
-def is_file(path: Path) -> bool:
-    """Whether a file is there.
-
-    Raises `StorageError` if that is unknown: in a folder without permission, or for a name that is too long.
-    """
-    try:
-        return path.is_file()
-    except OSError as error:
-        raise StorageError(
-            error.errno or errno.EIO, f"cannot be examined ({error.strerror})", str(path)
-        ) from None
-
-
-def check_root(path: Path) -> None:
-    """Refuse a folder that is itself a checkpoint, with an `InvalidInputError` that names its root."""
-    if is_file(path / MANIFEST):
-        folder = path.resolve()
-        raise InvalidInputError(
-            f"{path} is itself a checkpoint: give {folder.parent}, the root that {folder.name} lies in"
-        )
 
 
 def verify(
@@ -179,17 +86,12 @@ class ReadonlyRoot:
 
     Attributes:
         path: the folder of all checkpoints.
+        reader: the root.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.path = path_of(root, "root")
-        check_root(self.path)
-        try:
-            self._root = _native.open_checkpoints_readonly(self.path)
-        except NotFoundError as error:
-            raise NotFoundError(
-                error.errno, f"{self.path} does not exist: give the root of a Checkpointer", str(self.path)
-            ) from None
+    def __init__(self, root: str | os.PathLike[str] | Root) -> None:
+        self.reader: Root = root if isinstance(root, Root) else _existing(path_of(root, "root"))
+        self.path = self.reader.path
 
     def _raise_pending(self) -> None:
         """Called first by every method: a `Checkpointer` raises the error of an earlier save here."""
@@ -215,9 +117,10 @@ class ReadonlyRoot:
             [1]
         """
         self._raise_pending()
-        return checkpoints_of(self._root.list(), None if kind is None else check_kind(kind))
+        only = None if kind is None else check_kind(kind)
+        return [one for one in self.reader.list() if only is None or one.kind == only]
 
-    def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
+    def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, DamagedOnes]:
         """List the published checkpoints, and the damaged ones.
 
         Args:
@@ -237,10 +140,11 @@ class ReadonlyRoot:
         """
         self._raise_pending()
         only = None if kind is None else check_kind(kind)
-        whole, damaged = self._root.survey()
-        return checkpoints_of(whole, only), [
-            Damaged(**entry) for entry in damaged if only is None or entry["kind"] == only
-        ]
+        whole, damaged = self.reader.survey()
+        return (
+            [one for one in whole if only is None or one.kind == only],
+            [one for one in damaged if only is None or one.kind == only],
+        )
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`.
@@ -263,7 +167,7 @@ class ReadonlyRoot:
             'hf-1'
         """
         self._raise_pending()
-        return self._root.latest(check_kind(kind))
+        return self.reader.latest(check_kind(kind))
 
     def verify(self, path: str | os.PathLike[str]) -> _Names:
         """Read every byte of a checkpoint again, as `tundish.checkpoint.verify` does.
@@ -316,8 +220,8 @@ class ReadonlyRoot:
             True
         """
         self._raise_pending()
-        with releasing(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
-            yield lock.path
+        with self.reader.lock(name_of(check_kind(kind), check_step(plain_step(step)))) as path:
+            yield path
 
 
 def open_readonly(root: str | os.PathLike[str]) -> ReadonlyRoot:
@@ -342,3 +246,14 @@ def open_readonly(root: str | os.PathLike[str]) -> ReadonlyRoot:
         'hf-1'
     """
     return ReadonlyRoot(root)
+
+
+def _existing(path: Path) -> DiskRoot:
+    root = DiskRoot(path)
+    try:
+        root.latest("hf")
+    except NotFoundError as error:
+        raise NotFoundError(
+            error.errno, f"{path} does not exist: give the root of a Checkpointer", str(path)
+        ) from None
+    return root

@@ -1,1 +1,0 @@
-"""Publishes checkpoints under a root, lists them and removes old ones."""
