@@ -18,8 +18,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::entries::by_step::{EntriesByStep, StepEntries, UNCLAIMED, Viewed};
-use crate::entries::locked::{forget, in_chunks, lock};
-use crate::entries::sync::{Condvar, Mutex, MutexGuard};
+use crate::entries::locked::{forget, in_chunks};
+use crate::entries::sync::{Condvar, Mutex, StateGuard, StateMutex, lock};
 use crate::error::StoreError;
 use crate::shard_id::{Rows, ShardId};
 use crate::{Claimant, Step};
@@ -86,7 +86,7 @@ pub(crate) struct State<P> {
 
 /// The buffer of one process.
 pub(crate) struct FetchBuffer<P> {
-    state: Mutex<State<P>>,
+    state: StateMutex<State<P>>,
 }
 
 impl<P: Clone> FetchBuffer<P> {
@@ -97,10 +97,10 @@ impl<P: Clone> FetchBuffer<P> {
             current: None,
             counts: FetchCounts::default(),
         };
-        FetchBuffer { state: Mutex::new(state) }
+        FetchBuffer { state: StateMutex::new(state) }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State<P>> {
+    pub(crate) fn lock(&self) -> StateGuard<'_, State<P>> {
         lock(&self.state)
     }
 

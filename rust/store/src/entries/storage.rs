@@ -8,8 +8,8 @@
 use std::time::Instant;
 
 use crate::entries::by_step::{EntriesByStep, StepEntries};
-use crate::entries::locked::{forget, in_chunks, lock};
-use crate::entries::sync::{Mutex, MutexGuard};
+use crate::entries::locked::{forget, in_chunks};
+use crate::entries::sync::{StateGuard, StateMutex, lock};
 use crate::error::{MissingShard, StoreError};
 use crate::shard_id::ShardId;
 use crate::stats::{Claimed, Removed};
@@ -32,17 +32,17 @@ pub(crate) struct State<P> {
 
 /// The storage of one process.
 pub(crate) struct Storage<P> {
-    state: Mutex<State<P>>,
+    state: StateMutex<State<P>>,
     nonce: u64,
 }
 
 impl<P: Clone> Storage<P> {
     /// A storage whose shard ids begin with `nonce`.
     pub(crate) fn new(nonce: u64) -> Self {
-        Storage { state: Mutex::new(State { by_step: EntriesByStep::new(), next_counter: 0 }), nonce }
+        Storage { state: StateMutex::new(State { by_step: EntriesByStep::new(), next_counter: 0 }), nonce }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State<P>> {
+    pub(crate) fn lock(&self) -> StateGuard<'_, State<P>> {
         lock(&self.state)
     }
 

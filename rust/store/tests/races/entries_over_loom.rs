@@ -10,6 +10,20 @@ pub(crate) mod locked;
 pub(crate) mod storage;
 
 pub(crate) mod sync {
-    pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
-    pub(crate) use loom::thread::yield_now;
+    use std::sync::PoisonError;
+
+    pub(crate) use loom::sync::{Condvar, Mutex, Mutex as StateMutex, MutexGuard as StateGuard};
+
+    pub(crate) fn lock<T>(state: &StateMutex<T>) -> StateGuard<'_, T> {
+        state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn try_lock<T>(state: &StateMutex<T>) -> Option<StateGuard<'_, T>> {
+        state.try_lock().ok()
+    }
+
+    pub(crate) fn unlock_fair<T>(state: StateGuard<'_, T>) {
+        drop(state);
+        loom::thread::yield_now();
+    }
 }
