@@ -22,8 +22,6 @@ from tundish.packing.plot import (
     write_figure,
 )
 
-__all__ = ["compare"]
-
 MODES = ("hard", "best_fit", "ordered", "sequential")
 # The statistics of a plan that a comparison shows.
 SHOWN = ("packs", "fill", "samples_cut", "samples_overlong", "tokens_dropped", "padding")
