@@ -445,6 +445,8 @@ def vote_first_in_a_child(rank: int, line: Line) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     line.say(*outcome(lambda: vote(what="in the parent", timeout=30)))
+    # The host of the store stays until all have read the outcome.
+    line.hear()
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
@@ -452,6 +454,8 @@ def test_the_first_vote_after_a_fork_is_one_of_its_process(host: str, tmp_path: 
     with Job(vote_first_in_a_child, 2, tmp_path, host=host) as job:
         assert job.hear_all() == [("", "", None)] * 2
         assert job.hear_all() == [("", "", None)] * 2
+        for rank in range(2):
+            job.tell(rank)
         job.expect_end()
 
 
