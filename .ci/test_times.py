@@ -1,7 +1,7 @@
 """Lists the assertions of the tests that a slow machine could fail, and fails if one of them gives no reason.
 
 Such an assertion says that something took less than some time. A machine of half the speed under full load has to pass
-it too: a promise of time gets ten times its room, or the test looks at what was *not* waited for. The reason is a
+it too. A promise of time gets ten times its room, or the test looks at what was *not* waited for. The reason is a
 comment `# time: …`, at the end of the assertion or on the line before it, or at the definition of the limit.
 
 An assertion is found by `<` or `<=` with a time on the smaller side: an expression with a clock of `time` in it, or a

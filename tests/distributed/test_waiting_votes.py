@@ -10,7 +10,6 @@ import pytest
 from support.distributed.rank_processes import PATIENCE, Job, Line, outcome
 
 from tundish.distributed import Voter, vote_protocol
-from tundish.distributed.vote_protocol import VoteProtocol
 
 WARN_AFTER = 1.0
 
@@ -108,28 +107,4 @@ def test_a_log_that_cannot_be_written_ends_no_vote(tmp_path: Path) -> None:
             pass
         assert [said, *job.hear_all(0, 2)] == [("", "", None)] * 3
         assert job.hear_all() == [("", "", None)] * 3
-        job.expect_end()
-
-
-def look_at_a_slow_store(rank: int, line: Line) -> None:
-    with Voter(timeout=30) as voter:
-        if rank == 0:
-            line.say(*outcome(lambda: voter.vote(ValueError("mine"), what="a step")))
-            return
-        fails = VoteProtocol.fails
-        VoteProtocol.fails = lambda self, number: (time.sleep(0.3), fails(self, number))[1]
-        found = []
-        for _ in range(3):
-            found.append(voter.next_vote_fails(0.05))
-            time.sleep(0.5)
-        line.say(found)
-        line.say(*outcome(lambda: voter.vote(what="a step")))
-
-
-def test_a_late_answer_of_the_store_counts(tmp_path: Path) -> None:
-    with Job(look_at_a_slow_store, 2, tmp_path) as job:
-        (found,) = job.hear(1)
-        assert not found[0] and found[-1], found
-        for kind, text, *_ in job.hear_all():
-            assert kind and "mine" in text
         job.expect_end()

@@ -165,13 +165,6 @@ class VoteProtocol:
         if vote.posted and self.host in self._ranks:
             self._leave(vote, result)
 
-    def fails(self, number: int) -> bool:
-        """Whether it is known that vote `number`, which this rank has not begun, fails or is flagged."""
-        if self._watch.vanished():
-            return True
-        self._store.connect()
-        return any(self._store.read(f"{number}/{key}") for key in ("result", "failed", "flagged"))
-
     def fail(self, number: int, failure: RankFailure) -> None:
         """Fail vote `number` on all ranks; this rank does not take part in it."""
         self._store.connect()

@@ -121,7 +121,6 @@ class Voter:
         self._number = 0
         self._closed = ""
         self._store_error: Exception | None = None
-        self._check: tuple[int, Future[bool]] | None = None
         self._one_vote = threading.Lock()
         self._thread = DaemonThread("tundish-vote")
         self._protocol_lock = threading.Lock()
@@ -301,28 +300,6 @@ class Voter:
         if lost:
             raise LostPeerError(lost[min(lost)])
 
-    def next_vote_fails(self, seconds: float) -> bool:
-        """Whether it is already known that the next vote fails or is flagged.
-
-        For a rank that waits for the others in a call that does not report their failures.
-
-        Args:
-            seconds: how long to wait for the job's store. If it does not answer in time, the result is False.
-        """
-        protocol = self._protocol
-        if protocol is None or self._closed:
-            return bool(self._closed)
-        with self._one_vote:
-            number, check = self._number, self._check
-            # The answer to an earlier check counts too, however late.
-            if check is None or check[0] != number or (check[1].done() and not _fails(check[1])):
-                future = self._thread.submit(
-                    lambda: self._locked(lambda: protocol.fails(number)), waits=False
-                )
-                check = self._check = number, future
-        wait([check[1]], seconds)
-        return check[1].done() and _fails(check[1])
-
     @property
     def last_vote(self) -> VoteId:
         """The name and number of the last vote, for names of what its ranks create together next."""
@@ -494,10 +471,6 @@ def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
         }
 
     return losses
-
-
-def _fails(check: Future[bool]) -> bool:
-    return check.exception() is not None or check.result()
 
 
 def voter_of(group: Any) -> Voter:

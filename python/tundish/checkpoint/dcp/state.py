@@ -201,7 +201,7 @@ _ZERO_AT_FIRST = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentState:
-    """The state of one parameter of an optimizer, of which a checkpoint has nothing.
+    """The optimizer state of one parameter that the checkpoint does not have.
 
     Attributes:
         parameter: as the optimizer's state dict names it.
@@ -293,7 +293,7 @@ def check_fit(values: Mapping[str, Any], metadata: Metadata, path: Path) -> None
     """Compare names, kinds, shapes and dtypes of `values` with those of the checkpoint at `path`.
 
     Raises:
-        StateMismatchError: a value is not in the checkpoint, or cannot hold what is.
+        StateMismatchError: the checkpoint lacks a value, or the value in the state dict cannot hold it.
     """
     saved = metadata.state_dict_metadata
     problems = []
@@ -314,7 +314,7 @@ def check_fit(values: Mapping[str, Any], metadata: Metadata, path: Path) -> None
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise StateMismatchError(
             f"the state dict does not fit the checkpoint {path}: {'; '.join(problems[:_MOST_NAMED])}{more}. Give it as "
-            "it was saved, or leave out what is not to be loaded"
+            "it was saved, or remove the values that you do not want to load"
         )
 
 

@@ -181,7 +181,7 @@ def _renamed(module: str, name: str) -> tuple[str, str]:
 
 
 def _imported(module: str, name: str) -> Any:
-    """What is called so in a module that is imported already; None if there is nothing."""
+    """The object with this name in a module that is imported already; None if there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
