@@ -28,7 +28,7 @@ def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
         consumer.ask("fetch", "64 KB")
         with bench.rtensor_processes.peaks_of([owner, consumer]) as peaks:
             seconds, digest = consumer.ask("fetch", "256 × 64 KB")
-        assert 0 < seconds < 60
+        assert seconds > 0
         assert digest == bench.rtensor_tensors.digest(bench.rtensor_tensors.make("256 × 64 KB"))
         # The consumer has the 16 MiB now, and the owner no more of it than before. The kernel counts megabytes late.
         assert peaks[0] < 8 << 20 < peaks[1] < 24 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.distributed.programs import PIPE, Program, run
+from support.waiting import until
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, open_readonly
@@ -88,14 +90,14 @@ def test_a_root_is_let_go_of_though_nobody_closes_a_second_time(
         leave_the_block()
     held.go_on.set()
     # Opening waits for an owner that is about to let go.
-    until = time.monotonic() + 30
-    while True:
-        try:
+
+    def opens() -> bool:
+        with contextlib.suppress(OSError):
             Checkpointer(root, on_failure="raise").close()
-            break
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+            return True
+        return False
+
+    until(opens, "nobody lets go of the root")
     assert open_readonly(root).latest() == root / "hf-1"
 
 

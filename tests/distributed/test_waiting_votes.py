@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.distributed.rank_processes import PATIENCE, Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import PATIENCE
 
 from tundish.distributed import Voter, vote_protocol
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes
+from support.waiting import until
 
 import tundish as td
 
@@ -109,10 +110,7 @@ def a_loader_ahead(rank: int, line: Line) -> None:
         steps = iter(loader)
         for number in range(3):
             assert next(steps)["n"] == 2 * number + rank
-        deadline = time.monotonic() + 60
-        while loader.stats()["ready_steps"] < prefetch:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: loader.stats()["ready_steps"] >= prefetch, "nothing is prefetched")
         dist.barrier()
         line.say(loader.stats())
         line.hear()
@@ -167,10 +165,7 @@ def a_loader_bounded(rank: int, line: Line) -> None:
         steps = iter(loader)
         for number in range(2):
             assert next(steps)["n"] == 2 * number + rank
-        deadline = time.monotonic() + 60
-        while loader.stats()["ready_bytes"] < 3 * BYTES:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: loader.stats()["ready_bytes"] >= 3 * BYTES, "nothing is prefetched")
         # Time in which more would be prefetched.
         time.sleep(0.05)
         line.say(loader.stats())

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE
+
 # Looks at a thread, all of which have to find it asleep, and the seconds between them.
 _LOOKS, _BETWEEN_LOOKS = 6, 0.01
-_PATIENCE = 60.0
 
 
 def until_it_waits(process_id: int, thread_id: int | None = None) -> None:
@@ -22,7 +23,7 @@ def until_it_waits(process_id: int, thread_id: int | None = None) -> None:
     A test that sends a signal into a wait has no other sign that the wait has begun.
     """
     place = Path(f"/proc/{process_id}/task/{thread_id or process_id}/stat")
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + PATIENCE
     asleep, last = 0, ""
     while asleep < _LOOKS:
         # time: what comes at all comes within this time

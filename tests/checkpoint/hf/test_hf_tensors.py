@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -321,7 +320,5 @@ def test_a_save_without_memory_fails() -> None:
 
 def test_wait_staged_returns_at_once_on_the_host() -> None:
     with staged(HfExport(tensors())) as save:
-        started = time.monotonic()
         save.wait_staged(0)
         save.wait_staged(None)
-        assert time.monotonic() - started < 1

@@ -262,6 +262,7 @@ def test_others_run_while_a_writer_is_waited_for(tmp_path: Path) -> None:
     expected = (time.monotonic() - start) / 0.05
     over.set()
     thread.join()
+    # time: a tick takes a millisecond, and has 50 of them
     assert ticks[0] - before >= min(expected, 2)
 
 

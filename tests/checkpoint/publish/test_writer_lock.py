@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint.checkpoint_roots import Root, save, started
+from support.waiting import NOTICED
 
 from tundish.errors import RootInUseError
 
@@ -68,9 +69,7 @@ def test_the_root_of_a_killed_owner_is_taken_over_at_once(tmp_path: Path) -> Non
             Root(tmp_path, wait_seconds=0)
         owner.kill()
         owner.wait()
-        begun = time.monotonic()
-        root = Root(tmp_path, wait_seconds=5)
-        assert time.monotonic() - begun < 2
+        root = Root(tmp_path, wait_seconds=0)
     assert root.recovered["removed"] == [str(root.path / ".hf-1.incomplete")]
     root.close()
 
@@ -81,7 +80,7 @@ def test_a_dying_owner_is_waited_for(tmp_path: Path) -> None:
         timer.start()
         begun = time.monotonic()
         root = Root(tmp_path, wait_seconds=60)
-        assert 0.9 < time.monotonic() - begun < 20
+        assert time.monotonic() - begun > 0.9
         timer.join()
     root.close()
 
@@ -203,4 +202,4 @@ except KeyboardInterrupt:
         other.send_signal(signal.SIGINT)
         assert other.stdout is not None
         assert other.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < NOTICED

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoint.exports import staged, write
 from support.interrupts import signal_once_waiting
+from support.waiting import until
 from torch import nn
 
 from tundish import _native
@@ -35,10 +36,7 @@ def no_leaks() -> Iterator[None]:
     before = _thread._count()
     yield
     assert _native.staging_stats()["in_use"] == 0
-    until = time.monotonic() + 10
-    while _thread._count() > before:
-        assert time.monotonic() < until, "a thread is still there"
-        time.sleep(0.01)
+    until(lambda: _thread._count() <= before, "a thread is still there")
 
 
 @pytest.fixture
@@ -229,10 +227,7 @@ def test_copying_begins_before_the_vote() -> None:
     save = Staged(HfExport({"w": values}).write_plan())
     try:
         (image,) = save._buffers
-        deadline = time.monotonic() + 60
-        while not image.bytes[-values.numel() :].equal(values):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: image.bytes[-values.numel() :].equal(values), "nothing is copied")
     finally:
         save.release()
 

@@ -86,7 +86,7 @@ def test_another_user_cannot_hold_up_writers_with_their_slot_files(shared_folder
         as_nobody(squat)
         started = time.monotonic()
         save(root, 2)
-        # Sooner than a stalled holder is given up.
+        # time: a holder that stands still is passed over after 15 s
         assert time.monotonic() - started < 14
     finally:
         slot.unlink(missing_ok=True)

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome, voter_on_node
+from support.waiting import NOTICED
 
 from tundish.distributed import Voter, build_once_per_node, vote, vote_protocol
 from tundish.distributed import voter as voter_module
 from tundish.distributed.peer_watch import PeerWatch, node_identity
-
-# time: ten times the promise of 1 s, and still far from the timeouts of these votes
-NOTICED = 10.0
 
 
 def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from support.distributed.programs import DEVNULL, Program
-from support.distributed.rank_processes import PATIENCE, send_signal
+from support.distributed.rank_processes import send_signal
+from support.waiting import PATIENCE
 
 _RANK = """
     import os, sys

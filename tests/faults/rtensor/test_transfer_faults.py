@@ -16,6 +16,7 @@ from support.distributed.programs import PIPE, Program
 from support.interrupts import until_it_waits
 from support.rtensor import peer_functions
 from support.rtensor.peers import Peer, PeerError
+from support.waiting import NOTICED, until
 
 from tundish import rtensor
 from tundish.errors import ShardGoneError, TransferError
@@ -36,13 +37,6 @@ def over_sockets() -> Iterator[None]:
     yield
     peer_functions.clear()
     rtensor.set_backend(None)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 class ChangingProxy:
@@ -123,7 +117,7 @@ def test_damaged_and_truncated_bodies_are_refused(owner: Peer, size: int) -> Non
 
 
 @pytest.mark.usefixtures("over_sockets")
-def test_an_owner_that_is_killed_is_named_within_a_second(owner: Peer) -> None:
+def test_an_owner_that_is_killed_is_named_at_once(owner: Peer) -> None:
     handle = owner.call(peer_functions.make, 1, LARGE)[0]
     with Peer() as consumer:
         owner.signal(signal.SIGSTOP)
@@ -134,11 +128,11 @@ def test_an_owner_that_is_killed_is_named_within_a_second(owner: Peer) -> None:
         owner.kill()
         with pytest.raises(PeerError, match=owner.addr) as raised:
             consumer.result()
-        assert raised.value.kind == "TransferError" and time.monotonic() - start < 3
+        assert raised.value.kind == "TransferError" and time.monotonic() - start < NOTICED
         start = time.monotonic()
         with pytest.raises(PeerError, match=f"{handle.shard_id}.*{owner.addr}"):
             consumer.call(peer_functions.sums, [handle])
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < NOTICED
         stats = consumer.call(peer_functions.stats)[1]
         assert stats["num_entries"] == stats["in_flight"] == 0
         # One that lives serves it as ever.
@@ -253,8 +247,7 @@ def test_ctrl_c_ends_a_fetch_at_once() -> None:
                 start = time.monotonic()
                 process.send_signal(signal.SIGINT)
                 assert process.stdout.readline() == "interrupted 0\n"
-            # Python takes its time; what was waited for would have taken a minute.
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < NOTICED
             assert process.wait(20) == 0
 
 
@@ -272,7 +265,7 @@ def test_silent_and_slow_clients_hold_up_no_other(owner: Peer) -> None:
         with Peer() as consumer:
             start = time.monotonic()
             assert consumer.call(peer_functions.sums_over_sockets, handles) == [1000]
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < NOTICED
         assert owner.call(peer_functions.stats)[0]["num_tensors"] == 1
     finally:
         for one in silent:

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.waiting import NOTICED, PATIENCE
 
 import tundish as td
-
-# The promise: seconds until all ranks know that one left.
-KNOWN = 1.0
 
 
 class Numbered:
@@ -32,6 +30,10 @@ class Numbered:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (torch.tensor([number]) for number in range(self.steps * dist.get_world_size()))
+
+
+# Seconds in which all ranks hear of it.
+HEARD = 1.0
 
 
 def check(rank: int, came: int, mine: torch.Tensor) -> None:
@@ -90,7 +92,7 @@ def test_ctrl_c_as_a_loop_begins_closes_the_loader_and_is_known_to_all(
             kind, lost, at = told[rank]
             if rank != victim:
                 assert (kind, lost) == ("PeerFailedError", victim)
-                assert at - interrupted < KNOWN
+                assert at - interrupted < NOTICED
             job.tell(rank)
         job.expect_end()
 
@@ -170,7 +172,7 @@ def test_a_rank_may_leave_after_the_last_step_where_the_length_is_known(
             job.tell(rank, (node, leaver, is_sized))
         assert job.hear(leaver) == ("left",)
         # Time in which all ranks hear of it.
-        time.sleep(KNOWN / 2)
+        time.sleep(HEARD)
         others = [rank for rank in range(3) if rank != leaver]
         for rank in others:
             job.tell(rank)
@@ -198,7 +200,7 @@ def failing_alike(rank: int, line: Line) -> None:
         for _ in range(3):
             begun = time.monotonic()
             kind, text, _ = outcome(lambda: list(loader))
-            line.say(kind, "the shard is damaged" in text, time.monotonic() - begun < KNOWN)
+            line.say(kind, "the shard is damaged" in text, time.monotonic() - begun < NOTICED)
             line.hear()
 
 

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 from support.interrupts import signal_once_waiting
+from support.waiting import NOTICED
 
 import tundish as td
-
-# The promise: seconds until all ranks know of a failure or a killed rank.
-KNOWN = 1.0
 
 
 def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
@@ -65,7 +63,7 @@ def test_a_killed_receiver_is_named_by_all(node: int, tmp_path: Path) -> None:
             assert named and named[-1] is heard[-1], heard
             for _, text, lost, at in named:
                 assert lost == 2 and "rank 2" in text, text
-                assert at - begin < KNOWN
+                assert at - begin < NOTICED
         job.expect_end(0, 1, 3)
 
 
@@ -90,7 +88,7 @@ def test_a_killed_source_is_named_by_all(node: int, tmp_path: Path) -> None:
         job.signal(0, signal.SIGKILL)
         for kind, text, lost, at in job.hear_all(1, 2):
             assert (kind, lost) == ("PeerFailedError", 0), text
-            assert at - killed < KNOWN
+            assert at - killed < NOTICED
         job.expect_end(1, 2)
 
 
@@ -153,7 +151,7 @@ def failing_source(rank: int, line: Line) -> None:
     )
     # In its own step.
     a_step(rank, 7)
-    assert time.monotonic() - begin < 10 * KNOWN
+    assert time.monotonic() - begin < NOTICED
 
 
 @pytest.mark.parametrize("node", [3, 1])
@@ -220,7 +218,7 @@ def interrupted_receiver(rank: int, line: Line) -> None:
         signal_once_waiting()
         begin = time.monotonic()
         assert outcome(lambda: td.scatter_batch(None))[0] == "KeyboardInterrupt"
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < NOTICED
         kind, text, lost = outcome(lambda: td.scatter_batch(None))
         assert (kind, lost) == ("PeerFailedError", 1) and "was interrupted" in text, text
         line.say("interrupted")
@@ -275,7 +273,7 @@ def test_ctrl_c_ends_the_wait_of_a_source_and_all_ranks_hear_who_closed_the_scat
             job.tell(rank, node)
         begin = time.monotonic()
         assert job.hear_all(0, 2) == [("closed",)] * 2
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < NOTICED
         job.tell(1)
         assert job.hear(1) == ("closed",)
         for rank in range(3):
@@ -376,7 +374,7 @@ def test_a_killed_rank_that_gets_its_batches_from_another_is_named_by_all(tmp_pa
         for rank in (0, 1):
             heard = [job.hear(rank), job.hear(rank)]
             assert (heard[-1][0], heard[-1][2]) == ("PeerFailedError", 3), heard
-            assert heard[-1][3] - at < KNOWN
+            assert heard[-1][3] - at < NOTICED
         job.tell(2)
         job.expect_end(0, 1, 2)
 
@@ -390,10 +388,10 @@ def test_a_killed_rank_that_passes_batches_on_is_named_by_all(tmp_path: Path) ->
         job.tell(3)
         kind, text, lost, at = job.hear(3)
         assert (kind, lost) == ("PeerFailedError", 2), text
-        assert at - told < KNOWN
+        assert at - told < NOTICED
         told = time.monotonic()
         job.tell(0)
         for rank in (0, 1):
             heard = [job.hear(rank), job.hear(rank)]
             assert (heard[-1][0], heard[-1][2]) == ("PeerFailedError", 2), heard
-            assert heard[-1][3] - told < KNOWN
+            assert heard[-1][3] - told < NOTICED

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.waiting import NOTICED, PATIENCE
 
 import tundish as td
 
@@ -78,7 +79,7 @@ def meets_without_descriptors(rank: int, line: Line) -> None:
     with out_of_descriptors() if rank == victim else contextlib.nullcontext():
         begin = time.monotonic()
         line.say(*outcome(lambda: td.scatter_batch([1, 2, 3] if rank == 0 else None)))
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < NOTICED
     assert td.scatter_batch([1, 2, 3] if rank == 0 else None) == rank + 1
 
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.programs import PIPE, Program
-from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.waiting import NOTICED, PATIENCE
 
 import tundish as td
 
-# The promise: seconds until all ranks know of a failure or a killed rank.
-KNOWN = 1.0
+# Seconds in which all ranks hear of it.
+HEARD = 1.0
 
 
 def batches(steps: int, breaks_in: int | None = None, slow: float = 0.0) -> Iterator[dict[str, Any]]:
@@ -83,7 +84,7 @@ def test_an_error_of_the_loader_is_raised_by_all_in_its_step(
             assert kind == ("OSError" if rank == 0 else "PeerFailedError")
             if rank:
                 assert lost == 0 and "Traceback" in text and "in batches" in text
-        assert max(times) - min(times) < KNOWN
+        assert max(times) - min(times) < NOTICED
         for rank in range(3):
             job.tell(rank)
         job.expect_end()
@@ -173,7 +174,7 @@ def test_a_killed_rank_is_named_by_all(node: int, prefetch: int, victim: int, tm
             job.tell(rank)
         for kind, text, lost, at in job.hear_all(*others):
             assert (kind, lost) == ("PeerFailedError", victim), text
-            assert at - begin < KNOWN
+            assert at - begin < NOTICED
         job.expect_end(*others)
 
 
@@ -195,7 +196,7 @@ def one_leaves(rank: int, line: Line) -> None:
                         if rank == leaver:
                             return
                         # Time in which the others hear of it.
-                        time.sleep(KNOWN)
+                        time.sleep(HEARD)
 
             kind, text, lost = outcome(loop)
             if rank == leaver:
@@ -248,7 +249,7 @@ def one_leaves_near_the_end(rank: int, line: Line) -> None:
                     dist.barrier()
                     if rank == leaver:
                         return
-                    time.sleep(KNOWN)
+                    time.sleep(HEARD)
 
         kind, _, lost = outcome(loop)
         line.say(came, kind, lost)
@@ -384,7 +385,7 @@ def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(prefetch: int, victim: int
         job.interrupt(victim)
         begin = time.monotonic()
         said, at = job.hear(victim)
-        assert said == "interrupted" and at - begin < KNOWN
+        assert said == "interrupted" and at - begin < NOTICED
         _, lost = job.hear(1 - victim)
         assert lost == victim
         for rank in range(2):

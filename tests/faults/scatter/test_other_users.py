@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.distributed.rank_processes import Job, Line, outcome
 from support.other_user import RAISED, as_nobody, start_as_nobody
+from support.waiting import NOTICED
 
 import tundish as td
 
@@ -102,7 +103,7 @@ def stranger_fills_the_queue(rank: int, line: Line) -> None:
 
 def test_connections_of_another_user_keep_no_rank_out(tmp_path: Path) -> None:
     with Job(stranger_fills_the_queue, 2, tmp_path) as job:
-        assert max(seconds for (seconds,) in job.hear_all()) < 10
+        assert max(seconds for (seconds,) in job.hear_all()) < NOTICED
         job.expect_end()
 
 
@@ -149,7 +150,7 @@ def test_another_user_s_process_that_answers_for_the_source_is_refused_by_all(tm
         for kind, text, lost, seconds in job.hear_all():
             assert kind == "PeerFailedError" and "another user's process" in text, text
             assert lost in (0, 1)
-            assert seconds < 10
+            assert seconds < NOTICED
         assert job.hear(1) == (GOT_NOTHING,)
         job.expect_end()
 

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes
 from support.soak import IS_SOAK
+from support.waiting import NOTICED
 
 import tundish as td
 
 ENDINGS = 200 if IS_SOAK else 8
-# The promise: seconds until all ranks know that one was killed or left.
-KNOWN = 1.0
 # Values of a small batch, of a larger one, and of one that is written past the caches.
 SIZES = (100, 100_000, 1_200_000)
 
@@ -103,7 +102,7 @@ def test_a_rank_that_ends_at_any_moment_is_named_by_the_others(
         left = others if is_killed else [0, 1, 2]
         for ended, at in job.hear_all(*left):
             assert ended == victim
-            assert at - begin < KNOWN
+            assert at - begin < NOTICED
         # Without prefetch, a source that is interrupted while it sends closes the loader.
         goes_on = not is_killed and (victim > 0 or prefetch > 0)
         for rank in left:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,10 +97,6 @@ def test_a_source_that_is_refused_on_one_rank_of_a_grid_is_known_to_all(tmp_path
         job.expect_end()
 
 
-# Seconds after the timeout.
-KNOWN = 1.0
-
-
 def open_one(rank: int, kind: str, group: Any) -> Any:
     if kind == "loader":
         return td.DispatchLoader([1, 2, 3] if rank == 0 else None, group=group)
@@ -116,8 +111,7 @@ def with_a_group_that_nobody_can_tell(rank: int, line: Line) -> None:
     if rank == 1:
         given = other if wrong == "another group" else dist.GroupMember.NON_GROUP_MEMBER
     for kind in ("loader", "batch"):
-        begun = time.monotonic()
-        line.say(*outcome(lambda: open_one(rank, kind, given)), time.monotonic() - begun)  # noqa: B023
+        line.say(*outcome(lambda: open_one(rank, kind, given)))  # noqa: B023
         dist.barrier()
 
 
@@ -132,8 +126,7 @@ def test_a_rank_that_called_with_another_group_is_named_after_the_timeout(wrong:
                 assert (told[1][0], told[1][2]) == ("VoteTimeoutError", (0,)), told[1]
             else:
                 assert told[1][0] == "InvalidInputError" and "not a member" in told[1][1], told[1]
-            for found, text, named, seconds in (told[0], told[2]):
+            for found, text, named in (told[0], told[2]):
                 assert (found, named) == ("VoteTimeoutError", (1,)), text
                 assert "rank 1 did not vote within 2" in text, text
-                assert seconds < 2.0 + 2 * KNOWN, seconds
         job.expect_end()

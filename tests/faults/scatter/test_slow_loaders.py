@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 from support.interrupts import signal_once_waiting
+from support.waiting import PATIENCE
 
 import tundish as td
 
 # The promise is a tenth of a second; a busy machine takes longer.
-KNOWN = 1.0
 
 
 class Slow:
@@ -69,5 +69,6 @@ def test_a_source_that_leaves_while_it_reads_is_named_by_all(node: int, tmp_path
             kind, text, leaver, at = job.hear(1)
             assert (kind, leaver) == ("PeerLeftLoopError", 0), text
             (left,) = job.hear(0)
-            assert at - left < KNOWN
+            # time: far from the 5 s of the timeout
+            assert at - left < 4
         job.expect_end()

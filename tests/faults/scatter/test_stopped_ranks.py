@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +14,6 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 
-# The promise: seconds until all ranks know of a failure.
-KNOWN = 1.0
 TIMEOUT = 3.0
 STOPPED = 1
 
@@ -42,7 +39,7 @@ def loop_to_the_end(rank: int, line: Line) -> None:
                     line.say("begun")
 
         kind, text, _ = outcome(loop)
-        line.say(kind, text, time.monotonic())
+        line.say(kind, text)
         line.hear()
 
 
@@ -55,12 +52,9 @@ def test_a_stopped_receiver_is_named_by_all_after_the_timeout(
             job.tell(rank, (node, prefetch))
         assert job.hear_all() == [("begun",)] * 3
         job.signal(STOPPED, signal.SIGSTOP)
-        begin = time.monotonic()
         for rank in (0, 2):
-            kind, text, end = job.hear(rank)
+            kind, text = job.hear(rank)
             assert kind == ("TimedOutError" if rank == 0 else "PeerFailedError"), text
             assert f"rank {STOPPED} did not come within {TIMEOUT:g} s" in text, text
-            # The source goes on until the queue to the stopped rank is full.
-            assert end - begin < TIMEOUT + 2 * KNOWN, end - begin
             job.tell(rank)
         job.expect_end(0, 2)

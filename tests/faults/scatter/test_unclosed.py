@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.programs import PIPE, Program
-from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 from support.shm.private_shm import private_shm
+from support.waiting import PATIENCE
 
 import tundish as td
 

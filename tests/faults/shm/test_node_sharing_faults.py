@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import NOTICED
 
 import tundish as td
 
-# time: all ranks raise within 1 s if the builder fails or is killed; a loaded machine gets ten times as long
-NOTICED = 10.0
 MIB = 1 << 20
 
 

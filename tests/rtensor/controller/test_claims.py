@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 from support.rtensor import peer_functions
 from support.rtensor.peers import Peer
 from support.rtensor.workers import entries, fetch_everywhere, workers_of
+from support.waiting import until
 
 from tundish import rtensor
 from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, Worker
 
 pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def unclaimed(owner: Peer) -> int:
+    entries: int = owner.call(peer_functions.stats)[0]["unclaimed_entries"]
+    return entries
 
 
 def test_a_claim_of_a_missing_shard_claims_nothing(owners: list[Peer], controller: Controller) -> None:
@@ -44,14 +49,12 @@ def test_a_controller_that_ends_gives_up_its_claims(owners: list[Peer], consumer
         leader.call(claim_and_stay, workers_of(owners, consumers), handles)
         assert owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] == 0
         leader.kill()
-        deadline = time.monotonic() + 10
-        while owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] < 2:
-            assert time.monotonic() < deadline, "the claims of a dead controller stay"
-            time.sleep(0.02)
+        until(lambda: unclaimed(owners[0]) == 2, "the claims of a dead controller stay")
         # Each hears of it by a line of its own, and what is fetched while its step ends is gone with that.
-        while consumers[0].call(peer_functions.current_step) is not None:
-            assert time.monotonic() < deadline, "the step of a dead controller goes on"
-            time.sleep(0.02)
+        until(
+            lambda: consumers[0].call(peer_functions.current_step) is None,
+            "the step of a dead controller goes on",
+        )
     assert consumers[0].call(peer_functions.sums, handles) == [0, 10]
 
 
@@ -173,10 +176,7 @@ def test_an_owner_that_lost_the_connection_removes_the_claimed_shards(
     handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=handles):
         controller._connections.keep_only(frozenset())
-        deadline = time.monotonic() + 10
-        while owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] < 2:
-            assert time.monotonic() < deadline, "its claims stay"
-            time.sleep(0.01)
+        until(lambda: unclaimed(owners[0]) == 2, "its claims stay")
         # A request opens the connection again.
         controller.stats()
     assert entries(owners)[0] == (0, 0)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
-from support.shm.pool_helpers import each_method, until
+from support.shm.pool_helpers import each_method
+from support.waiting import until
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, PoolError

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import support.shm.pool_tasks as tasks
-from support.shm.pool_helpers import each_method, until
+from support.shm.pool_helpers import each_method
+from support.waiting import until
 
 import tundish as td
 

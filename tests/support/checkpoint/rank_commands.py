@@ -18,10 +18,10 @@ import torch
 
 from support.checkpoint import failpoints as failpoints
 from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import PATIENCE
 
 MIB = 1 << 20
 SAVED_BYTES = 4 * MIB
-_PATIENCE = 60.0
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -56,7 +56,7 @@ class _Rank:
                 root,
                 on_failure=lambda error: self.failures.append(repr(error)),
                 on_event=self._hold,
-                **{"timeout": _PATIENCE, **arguments},
+                **{"timeout": PATIENCE, **arguments},
             )
 
         return outcome(open_it)
@@ -82,7 +82,7 @@ class _Rank:
         return self._checkpointer.save_dcp(step, tensors(step))
 
     def result(self, kind: str, step: int) -> Any:
-        return outcome(lambda: self._saves[kind, step].result(_PATIENCE))
+        return outcome(lambda: self._saves[kind, step].result(PATIENCE))
 
     def hold(self, event: str, kind: str, step: int) -> None:
         """Stop the finalize thread at an event, until it is let go."""
@@ -91,7 +91,7 @@ class _Rank:
         self._let_go.clear()
 
     def wait_until_held(self) -> bool:
-        return self._is_held.wait(_PATIENCE)
+        return self._is_held.wait(PATIENCE)
 
     def let_go(self) -> None:
         self._held_at = None
@@ -123,7 +123,7 @@ class _Rank:
     def _hold(self, *event: Any) -> None:
         if event == self._held_at:
             self._is_held.set()
-            assert self._let_go.wait(_PATIENCE)
+            assert self._let_go.wait(PATIENCE)
 
 
 def obey(rank: int, line: Line) -> None:

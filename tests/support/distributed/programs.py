@@ -27,7 +27,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
-from support.distributed.rank_processes import PATIENCE, preload
+from support.distributed.rank_processes import preload
+from support.waiting import PATIENCE
 
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 _CLONE_NEWNS = 0x00020000

@@ -33,11 +33,11 @@ from typing import Any, Self
 
 from support.distributed.rank_state import RankState, restored
 from support.interrupts import until_it_waits
+from support.waiting import PATIENCE
 
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 _INIT_METHODS = {RANK0: "tcp://127.0.0.1:{}", LAUNCHER: "env://", FILE: "file://{}"}
 _LEAVE = "leave"
-PATIENCE = 60.0  # time: what comes at all comes within this time
 _STARTING_SECONDS = 30.0
 # Slow imports of scenarios.
 PRELOADED = [

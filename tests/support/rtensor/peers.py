@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import tundish as td
-from support.distributed.rank_processes import PATIENCE, preload, send_signal
+from support.distributed.rank_processes import preload, send_signal
+from support.waiting import PATIENCE
 
 
 class PeerError(Exception):

@@ -302,6 +302,7 @@ def failures_of_ray_have_the_names_of_the_guide() -> None:
     deadline = time.monotonic() + 60
     while True:
         # Ray learns after a while that it is dead.
+        # time: what comes at all comes within this time
         assert time.monotonic() < deadline
         try:
             rtensor.localize(handle_of(reference), timeout=30)

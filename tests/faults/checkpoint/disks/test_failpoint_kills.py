@@ -22,9 +22,7 @@ from support.checkpoint.interrupted_root import InterruptedRoot
 from support.checkpoint.training_jobs import check_next_start, train
 from support.distributed.rank_processes import Job
 from support.soak import IS_SOAK, chosen
-
-# Two votes may have to find out that a rank is gone.
-NOTICED = 10.0
+from support.waiting import NOTICED
 
 
 def tried(calls: list[tuple[int, SystemCall]]) -> Iterator[tuple[int, SystemCall, bool, bool]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import NOTICED, PATIENCE
 
 from tundish.checkpoint import open_readonly
 from tundish.checkpoint.hf import gather
 
-PATIENCE = 60.0
 ROWS = 64
 
 
@@ -107,7 +107,7 @@ def each(job: Job, name: str, *arguments: Any, last: str = "", **named: Any) -> 
     for rank in range(job.size):
         job.tell(rank, (last if last and rank == job.size - 1 else name, arguments, named))
     said = [one for (one,) in job.hear_all()]
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < NOTICED
     return said
 
 
@@ -167,5 +167,5 @@ def test_two_checkpointers_of_a_process_connect_at_once_in_any_order(tmp_path: P
         for rank in (0, 1):
             job.tell(rank, (tmp_path / "a", tmp_path / "b"))
         assert job.hear_all() == [([FINE, FINE],)] * 2
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < NOTICED
         job.expect_end()

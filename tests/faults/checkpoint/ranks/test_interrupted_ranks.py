@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import NOTICED, PATIENCE
 
 from tundish.checkpoint import open_readonly
 
-PATIENCE = 60.0
 FINE = ("", "", None)
 
 
@@ -91,7 +91,7 @@ def test_other_ranks_get_an_error_that_names_the_interrupted_rank(
             for rank in (0, 1):
                 job.tell(rank, (call, step, place))
             said = job.hear_all()
-            assert max(seconds for _, seconds in said) < 20, (call, place)
+            assert max(seconds for _, seconds in said) < NOTICED, (call, place)
             return [came for came, _ in said]
 
         for rank in (0, 1):

@@ -21,6 +21,7 @@ from support.checkpoint.rank_commands import (
     tell,
 )
 from support.distributed.rank_processes import Job
+from support.waiting import NOTICED
 
 TIMEOUT = 5.0
 
@@ -98,7 +99,7 @@ def test_a_rank_that_stands_still_is_a_failure_and_not_a_hang(
         error, text, ranks = answer(job, 1 - stopped)
         assert (error, ranks) == ("VoteTimeoutError", (stopped,))
         assert f"save_{kind} of step 2" in text
-        assert TIMEOUT - 1 < time.monotonic() - started < TIMEOUT + 10
+        assert time.monotonic() - started > TIMEOUT - 1
         job.signal(stopped, signal.SIGCONT)
         tell(job, stopped, "let_go")
         answer(job, stopped)
@@ -124,7 +125,7 @@ def test_a_rank_that_closed_or_ended_fails_the_others_next_save_at_once(gone: in
         tell(job, 1 - gone, "save", "hf", 2)
         error, text, rank = answer(job, 1 - gone)
         assert (error, rank) == ("PeerFailedError", gone), text
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < NOTICED
         # On the rank that closed it is refused without the others.
         tell(job, gone, "save", "hf", 2)
         assert answer(job, gone)[:2] == ("InvalidInputError", "this checkpointer is closed: make a new one")
@@ -179,13 +180,11 @@ def test_an_exception_in_the_loop_of_one_rank_ends_all_and_loses_nothing(tmp_pat
     with Job(loop_that_fails, 2, tmp_path) as job:
         for rank in (0, 1):
             job.tell(rank, root)
-        started = time.monotonic()
         with pytest.raises(AssertionError, match="KeyError: 'the loss is no number'"):
             job.hear(1)
         with pytest.raises(AssertionError, match=r"PeerFailedError: .*rank 1"):
             job.hear(0)
         assert [job.exit_code(rank) for rank in (0, 1)] == [1, 1]
-        assert time.monotonic() - started < 30
     from tundish.checkpoint import open_readonly
 
     # The save that was under way when it failed was finished.

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import PATIENCE
 
 MIB = 1 << 20
-PATIENCE = 60.0
 FINE = ("", "", None)
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.distributed.rank_processes import Job, Line, outcome
+from support.waiting import NOTICED
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.plan import SavePlanner
-
-NOTICED = 1.0
 
 
 def read(folder: Path) -> Any:
@@ -79,7 +78,7 @@ def test_a_rank_that_is_killed_while_all_plan_is_noticed(tmp_path: Path) -> None
         killed = time.monotonic()
         ((kind, text, who), noticed) = job.hear(0)
         assert (kind, who) == ("PeerFailedError", 1), text
-        assert noticed - killed < NOTICED + 0.5
+        assert noticed - killed < NOTICED
 
 
 def test_a_file_that_finds_no_room_fails_the_save_and_no_later_one(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint.training_jobs import check, hidden, train
-from support.distributed.rank_processes import PATIENCE, Job
+from support.distributed.rank_processes import Job
 from support.soak import IS_SOAK
+from support.waiting import PATIENCE
 
 from tundish.checkpoint import Checkpointer
 

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import pytest
 import support.shm.pool_tasks as tasks
 from support.distributed.rank_processes import send_signal
-from support.shm.pool_helpers import until
 from support.shm.pool_programs import Program
+from support.waiting import until
 
 import tundish as td
 from tundish.errors import NotPicklableError, PoolError

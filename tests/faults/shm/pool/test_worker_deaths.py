@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
 from support.interrupts import until_it_waits
-from support.shm.pool_helpers import each_method, until
+from support.shm.pool_helpers import each_method
 from support.shm.pool_programs import Program
 from support.soak import IS_SOAK
+from support.waiting import until
 
 import tundish as td
 from tundish.errors import PoolError, WorkerDiedError
@@ -255,7 +256,7 @@ def test_a_pool_whose_fork_server_is_killed_says_so_and_ends() -> None:
             asleep.result(20)
         with pytest.raises(PoolError, match="broken"):
             pool.submit(1)
-    until(lambda: not lives(pid), 1)
+    until(lambda: not lives(pid))
 
 
 def lives(pid: int) -> bool:
