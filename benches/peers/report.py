@@ -25,7 +25,6 @@ class Felt(NamedTuple):
 
 # The first table, of at most 25 rows.
 FELT = (
-    Felt("Hard plan in memory, order given", "text, 10⁷", "chunked numpy .*"),
     Felt("Hard plan in memory, order given", "text, 10⁷", "vectorised numpy"),
     Felt("Hard plan in memory, order given", "text, 10⁷", "megatron-core .*"),
     Felt("Best fit, whole plan", "text, 10⁶, .*", "TRL .*"),
@@ -43,6 +42,7 @@ FELT = (
         ".*, the best of them",
     ),
     Felt("2.2 GB in 110 tensors, two ranks .* a half each", "stall, tundish save_dcp", r"Tensor\.copy_"),
+    Felt("2.2 GB in 110 tensors, two ranks .* a half each", "load_dcp, from the disk", "dcp.load .*"),
     Felt("An empty task, 2 workers", "unchunked", "two-queue pool"),
     Felt("Arrays as results, 2 workers", "16 MiB", "two-queue pool"),
     Felt("1024.0 MiB on 8 ranks of a node", r"time, td\.shm\.node_shared", "one copy .*"),

@@ -41,6 +41,7 @@ class Figures:
 
     stalls: list[float] = field(default_factory=list)
     durables: list[float] = field(default_factory=list)
+    loads: list[dict[str, float]] = field(default_factory=list)
     memory: int = 0
     lost: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
@@ -60,6 +61,7 @@ class Group:
     Attributes:
         beside: copies, timed between our saves in the same process: their speed depends on where its memory lies.
         looping: contestants that also save beside training.
+        loading: contestants that also load what they saved.
     """
 
     title: str
@@ -69,6 +71,7 @@ class Group:
     contestants: tuple[str, ...]
     beside: tuple[str, ...] = ("copy", "bytes")
     looping: tuple[str, ...] = ()
+    loading: tuple[str, ...] = ()
 
 
 _ALONE = (
@@ -85,6 +88,7 @@ _ALONE = (
     "orbax",
     "nvrx",
 )
+_LOADING = ("dcp", "torch save")
 _LOOPING = ("hf", "hf lazy", "torch thread", "torch process", "torch-checkpointing", "orbax", "nvrx")
 _REPLICATED = ("writes", "hf", "hf lazy", "safetensors", "seed")
 _SHARDED = (
@@ -109,6 +113,7 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
             sharded=False,
             contestants=_ALONE,
             looping=_LOOPING if workload == plan.large else (),
+            loading=_LOADING,
         )
         for workload in workloads
     }
@@ -131,6 +136,7 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
                 world=2,
                 sharded=True,
                 contestants=_SHARDED,
+                loading=_LOADING,
             ),
         )
     ]
@@ -154,6 +160,7 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
                 compare=number == 0,
                 beside=list(group.beside) if contestant == _ours(group) else [],
                 loops=list(LOOPS) if contestant in group.looping else [],
+                loads=contestant in group.loading,
             )
             _add(figures[contestant], reply)
             for floor, stalls in reply["beside"].items():
@@ -197,6 +204,7 @@ def _saved(group: Group, plan: Plan, *, contestant: str, **asked: Any) -> dict[s
 def _add(figures: Figures, reply: Mapping[str, Any]) -> None:
     figures.stalls += reply["stall"]
     figures.durables += reply["durable"]
+    figures.loads += reply["loads"]
     figures.memory = max(figures.memory, reply["memory"])
     for loop, lost in reply["lost"].items():
         figures.lost.setdefault(loop, []).extend(lost)
@@ -211,6 +219,7 @@ def _sections(group: Group, plan: Plan) -> list[Section]:
         rows=[
             *_stall_rows(group, figures),
             *_durable_rows(group, figures),
+            *_load_rows(group, figures),
             *_memory_rows(group, figures),
         ],
     )
@@ -242,7 +251,8 @@ def _note(group: Group) -> str:
         "durable: an fsync of each file is added to their time. `Tensor.copy_` is of the same tensors into buffers "
         "that were used before, in the processes of tundish and between its saves: where a process's memory lies "
         f"decides how fast it is. {stalls if 'bytes' in group.beside else ''}Bare writes write as many bytes that lie "
-        "ready in memory. tundish begins to write when the stall is over."
+        "ready in memory. tundish begins to write when the stall is over. "
+        "Loads go into tensors that have their memory; those of tundish check every byte by its checksum."
     )
 
 
@@ -309,6 +319,19 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
     name = CONTESTANTS["writes"].name
     rows.append(compared("durable, the stall and the writes", stall + writes, name, writes))
     return rows
+
+
+def _load_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
+    if not group.loading:
+        return []
+    ours, theirs = (
+        {case: Seconds.least([each[case] for each in figures[contestant].loads]) for case in ("cold", "warm")}
+        for contestant in group.loading
+    )
+    return [
+        compared("load_dcp, from the disk", ours["cold"], "dcp.load of DCP's save", theirs["cold"]),
+        compared("load_dcp, from the page cache", ours["warm"], "dcp.load of DCP's save", theirs["warm"]),
+    ]
 
 
 def _memory_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:

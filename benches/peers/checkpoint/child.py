@@ -4,7 +4,7 @@
 
 REQUEST is JSON, made in `processes`. The first rank prints "ready", waits for a line, saves once to warm up, and prints
 "warm". Then it saves `rounds` times with a clock, and prints one line of JSON. Before each timed save it runs the
-contestants `beside`, whose stalls are timed.
+contestants `beside`, whose stalls are timed. With `loads` it loads each timed save.
 
 The tensors change as soon as a save returns. The last save of each process is read back and compared bit for bit. Each
 save is removed, and the disk is idle, before the next one begins.
@@ -32,7 +32,7 @@ from checkpoint.state import WORKLOADS, Changes, differing, make_state, sharded
 class Rank:
     """Saves of one contestant on one rank."""
 
-    def __init__(self, contestant: str, root: Path, state: State, world: int) -> None:
+    def __init__(self, contestant: str, root: Path, state: State, world: int, *, loads: bool) -> None:
         self._contestant = CONTESTANTS[contestant]
         self.world = world
         self.state = state
@@ -40,6 +40,8 @@ class Rank:
         self._changes = Changes(self.state)
         self.saver = self._contestant.open(self._root, self.state)
         self._number = 0
+        # What `load` fills: copies have memory that was written to.
+        self._target = {name: tensor.clone() for name, tensor in state.items()} if loads else {}
 
     def folder(self) -> Path:
         """Where the next save goes: the name is tundish's, the others take any."""
@@ -93,14 +95,32 @@ class Rank:
             before()
         self._changes.toggle()
 
-    def compare(self, folder: Path) -> list[str]:
-        """Read a save back; the names that differ."""
-        # From the disk and not from memory.
+    def evict(self, folder: Path) -> None:
+        """Let the next read of a save come from the disk and not from memory."""
+        self.together()
         for path in folder.rglob("*"):
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
+        self.together()
+
+    def load(self, folder: Path) -> dict[str, float]:
+        """Load a save into tensors that have their memory: seconds from the disk, and from the page cache."""
+        seconds = {}
+        for case in ("cold", "warm"):
+            if case == "cold":
+                self.evict(folder)
+            self.together()
+            begin = time.perf_counter()
+            self.saver.load(folder, self._target)
+            self.together()
+            seconds[case] = time.perf_counter() - begin
+        return seconds
+
+    def compare(self, folder: Path) -> list[str]:
+        """Read a save back; the names that differ."""
+        self.evict(folder)
         return differing(self.saver.read(folder, self.state), self.state)
 
     def remove(self, folder: Path) -> None:
@@ -120,7 +140,7 @@ def opened(request: dict[str, Any]) -> Rank:
     state: State = make_state(WORKLOADS[request["workload"]])
     if request["sharded"]:
         state = sharded(state)
-    return Rank(request["contestant"], Path(request["root"]), state, request["world"])
+    return Rank(request["contestant"], Path(request["root"]), state, request["world"], loads=request["loads"])
 
 
 def main() -> None:
@@ -134,7 +154,7 @@ def main() -> None:
     if is_first:
         print("warm", flush=True)
     floors = {contestant: rank.open_beside(contestant) for contestant in request["beside"]}
-    reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
+    reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}, "loads": []}
     reply["beside"] = {contestant: [] for contestant in floors}
 
     def save(number: int) -> None:
@@ -148,6 +168,8 @@ def main() -> None:
             reply["differing"] += [
                 name for contestant in floors for name in rank.wrongly_copied(floors[contestant])
             ]
+        if request["loads"]:
+            reply["loads"].append(rank.load(folder))
         rank.remove(folder)
 
     for number in range(request["rounds"]):

@@ -227,9 +227,7 @@ def _binding(plan: Plan) -> Section:
                 )
             )
         section.rows += [
-            compared(
-                f"{method}, first result", first[OURS], CONTESTANTS[contestant].name, first[contestant], plan
-            )
+            compared(f"{method}, first result", first[OURS], CONTESTANTS[contestant].name, first[contestant])
             for contestant in plan.contestants
             if contestant != OURS
         ]

@@ -29,9 +29,8 @@ class Ours:
             self._options["shard_bytes"] = _SHARD_BYTES_OF_MANY
 
     def save(self, folder: Path, state: State) -> _OurHandle:
-        step = int(folder.name.rpartition("-")[2])
         save = self._checkpointer.save_hf if self._kind == "hf" else self._checkpointer.save_dcp
-        return _OurHandle(save(step, state, **self._options), self._optimizer)
+        return _OurHandle(save(_step(folder), state, **self._options), self._optimizer)
 
     def read(self, folder: Path, state: State) -> State:
         if self._kind == "hf":
@@ -42,11 +41,18 @@ class Ours:
                 read |= load_file(path)
             return own_parts(read, state)
         target = whole_of(state)
-        torch.distributed.checkpoint.load(target, checkpoint_id=str(folder))
+        self.load(folder, target)
         return target
+
+    def load(self, folder: Path, target: dict[str, Any]) -> None:
+        self._checkpointer.load_dcp(target, step=_step(folder))
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 class _OurHandle:

@@ -32,8 +32,11 @@ class Blocking:
 
     def read(self, folder: Path, state: State) -> State:
         target = whole_of(state)
-        dcp.load(target, checkpoint_id=str(folder))
+        self.load(folder, target)
         return target
+
+    def load(self, folder: Path, target: dict[str, Any]) -> None:
+        dcp.load(target, checkpoint_id=str(folder), process_group=self._group)
 
     def close(self) -> None:
         pass
