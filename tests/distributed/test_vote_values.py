@@ -43,6 +43,32 @@ def test_votes_carry_values(host: str, tmp_path: Path) -> None:
         job.expect_end()
 
 
+def work_together(rank: int, line: Line) -> None:
+    undone: list[int] = []
+
+    def fail() -> int:
+        raise KeyError("lost")
+
+    with Voter() as voter:
+        line.say(voter.run(lambda: rank, what="connecting", undo=undone.append))
+        work = fail if rank == 1 else lambda: rank
+        line.say(*outcome(lambda: voter.run(work, what="connecting again", undo=undone.append)))
+        line.say(undone)
+        line.say(*outcome(lambda: voter.vote(what="a plain vote")))
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
+def test_ranks_work_together_or_fail_together(host: str, tmp_path: Path) -> None:
+    with Job(work_together, 3, tmp_path, host=host) as job:
+        assert job.hear_all() == [(0,), (1,), (2,)]
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["PeerFailedError", "KeyError", "PeerFailedError"]
+        assert "connecting again: rank 1 failed with KeyError" in heard[0][1]
+        assert job.hear_all() == [([0],), ([],), ([2],)]
+        assert job.hear_all() == [("", "", None)] * 3
+        job.expect_end()
+
+
 def vote_with_a_text(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: vote("bad" if rank == 1 else None, what="reading")))  # type: ignore[arg-type]
     line.say(*outcome(lambda: vote(what="reading again")))

@@ -255,7 +255,7 @@ def open_session(
             stack.callback(opened.close)
         exchange_group = None
         if world_size > 1:
-            exchange_group = ExchangeGroup(member.ranks, seconds)
+            exchange_group = ExchangeGroup(voter)
             stack.callback(exchange_group.close)
         queues: dict[Kind, SaveQueue] = {}
         for kind in KINDS:

@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -75,6 +76,7 @@ class RankVote:
         source: the rank whose value this rank gets.
         combine: makes one text, which all ranks get, from the values of all.
         flag: this rank's flag.
+        work: runs elsewhere and may wait for other ranks; this rank has voted when it is done.
         warn_after: seconds after which one rank logs which ranks it waits for; doubled after each warning.
         interruption: set by the caller's thread: what interrupted it.
         abandoned: set by the caller's thread: it stopped waiting.
@@ -93,6 +95,7 @@ class RankVote:
     source: int | None = None
     combine: Callable[[list[str]], str] | None = None
     flag: bool = False
+    work: Future[Any] | None = None
     warn_after: float | None = None
     started: float = field(default_factory=time.monotonic)
     deadline: float | None = None
@@ -181,7 +184,10 @@ class VoteProtocol:
         self._store.close()
 
     def _post(self, vote: RankVote) -> int:
-        """Report this rank's status; return how many ranks have reported theirs."""
+        """Report this rank's status; return how many ranks have reported theirs.
+
+        Where the vote is over before this rank's work is done, its status is not reported.
+        """
         store, key = self._store, f"{vote.number}"
         if vote.same is not None and vote.failure is None:
             same = shortened(vote.same)
@@ -191,6 +197,12 @@ class VoteProtocol:
                 vote.failure = RankFailure(rank=self._rank, text=text)
         if vote.value is not None:
             store.write(f"{key}/value/{self._rank}", vote.value)
+        if vote.work is not None and vote.failure is None:
+            # This rank is there, and the others read who is not.
+            store.write(f"{key}/vote/{self._rank}", "")
+            vote.posted = True
+            if not self._finish(vote, vote.work):
+                return store.add(f"{key}/arrived", 0)
         # Before the rank is counted, so that the last one to be counted knows of every failure.
         if vote.failure is not None:
             position = store.add(f"{key}/failed", 1)
@@ -201,6 +213,22 @@ class VoteProtocol:
         store.write(f"{key}/vote/{self._rank}", "")
         vote.posted = True
         return store.add(f"{key}/arrived", 1)
+
+    def _finish(self, vote: RankVote, work: Future[Any]) -> bool:
+        """Wait for `work`. Returns False if the vote is over before it is done."""
+        begun, failed_at = time.monotonic(), math.inf
+        while not (work.done() and work.exception() is None):
+            now = time.monotonic()
+            if work.done():
+                # It may have failed because another rank is gone, which others notice.
+                failed_at = min(failed_at, now)
+                if now >= failed_at + _GATHER_SECONDS:
+                    vote.failure = RankFailure.of(self._rank, work.exception() or RuntimeError())
+                    return True
+            if self.lost() or self._is_out_of_time(vote) or self._read_result(vote.number) is not None:
+                return False
+            self._watch.wait(min(max((now - begun) / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE) * self._load)
+        return True
 
     def _wait(self, vote: RankVote) -> tuple[VoteResult, int | None]:
         """Wait for the result, or write it if this rank sees that the vote is over.
@@ -291,6 +319,11 @@ class VoteProtocol:
         if vote.interruption is not None:
             failures[self._rank] = vote.interruption
         is_complete = not (missing or lost or vote.interruption or vote.abandoned)
+        if vote.work is not None and is_complete and not all_arrived:
+            # A rank is there before its work is done.
+            is_complete = self._store.add(f"{number}/arrived", 0) >= len(self._ranks)
+            if not is_complete and not failures:
+                failures[self._rank] = RankFailure(rank=self._rank, text="was not done with it in time")
         if vote.combine is not None and is_complete and not failures:
             try:
                 text = vote.combine(self._values(number))

@@ -265,6 +265,41 @@ class Voter:
             raise JobStoreLostError(f"{what}: the job's store has lost the combined text: restart the job")
         return pending.received
 
+    def run(
+        self,
+        work: Callable[[], T],
+        *,
+        what: str,
+        undo: Callable[[T], object],
+        timeout: timedelta | float | None = _VOTERS_TIMEOUT,
+    ) -> T:
+        """Collective: run work in which the ranks wait for each other, such as connecting them, and vote on it.
+
+        The work runs on another thread. So Ctrl-C ends the wait for it, and so does a rank that is killed or fails.
+
+        Args:
+            work: called on another thread; it ends by itself at some time.
+            what: as in `vote`.
+            undo: called with the result of `work` if the vote failed, at once or when there is one, on either thread.
+            timeout: as in `vote`.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            The errors of `vote`.
+        """
+        self._refuse_unusable(what)
+        if self._protocol is None:
+            return work()
+        running = DaemonThread("tundish-work").submit(work)
+        try:
+            self._hold(None, what, timeout, work=running)
+        except BaseException:
+            running.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
+            raise
+        return running.result()
+
     def agreed(
         self, what: str, *, same: str | None = None, timeout: timedelta | float | None = _VOTERS_TIMEOUT
     ) -> contextlib.AbstractContextManager[None]:
@@ -370,6 +405,8 @@ class Voter:
             problem: TundishError | None = no_result_error(what, self.rank, protocol.host, task, seconds)
         else:
             problem = result.error(what, self.rank, late=not vote.posted)
+        if error is None and vote.work is not None and vote.work.done() and vote.failure is not None:
+            error = vote.work.exception()
         # A rank that only noticed the loss of another one raises the common error.
         if error is not None and (problem is None or not isinstance(error, LostPeerError)):
             raise error

@@ -65,6 +65,40 @@ def test_a_killed_rank_is_named_on_all_nodes_within_a_second(host: str, tmp_path
             os.kill(child, signal.SIGKILL)
 
 
+def killed_at_work(rank: int, line: Line) -> None:
+    """Works until it is told; rank 2 is done at once, and rank 1 never."""
+    voter = voter_on_node(f"node {rank % 2}")
+    voter.vote(what="all are well")
+    undone: list[int] = []
+
+    def work() -> int:
+        line.say("works")
+        if rank != 2:
+            line.hear()
+        return rank
+
+    line.say(*timed(lambda: voter.run(work, what="connecting", undo=undone.append)))
+    line.say(*outcome(lambda: voter.vote(what="saving")))
+    line.say(undone)
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
+def test_a_rank_that_is_killed_while_the_others_work_with_it_is_named_by_all(
+    host: str, tmp_path: Path
+) -> None:
+    with Job(killed_at_work, 4, tmp_path, host=host) as job:
+        assert job.hear_all() == [("works",)] * 4
+        killed = time.monotonic()
+        job.signal(3, signal.SIGKILL)
+        for kind, text, named, at in job.hear_all(0, 1, 2):
+            assert (kind, named) == ("PeerFailedError", 3), text
+            assert text.startswith("connecting: rank 3 (process ")
+            assert at - killed < NOTICED
+        assert [named for _, _, named in job.hear_all(0, 1, 2)] == [3] * 3
+        # The others are still at work.
+        assert job.hear_all(0, 1, 2) == [([],), ([],), ([2],)]
+
+
 def killed_in_its_first_vote(rank: int, line: Line) -> None:
     connect = PeerWatch.connect
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 from tundish._native import FileMetadata
 from tundish.checkpoint.hf.export import HfExport
 from tundish.checkpoint.hf.gather import ExchangeGroup
 from tundish.checkpoint.root import DiskDraft, WriteOptions
 from tundish.checkpoint.staging import Staged
+from tundish.distributed import voter_of
 
 PAGE = 4096
 
@@ -25,7 +24,7 @@ def options(progress: Any = lambda ask: None) -> WriteOptions:
 
 def connected_exchange_group() -> ExchangeGroup:
     """Collective: an exchange group of all ranks of the job."""
-    group = ExchangeGroup(tuple(range(distributed.get_world_size())), 60)
+    group = ExchangeGroup(voter_of(None))
     group.connect("exchange")
     return group
 

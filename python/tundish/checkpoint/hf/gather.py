@@ -31,7 +31,7 @@ from tundish.checkpoint.hf.plan import ExportPlan
 from tundish.checkpoint.hf.safetensors import ShardFile
 from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
 from tundish.checkpoint.tensors import check_memory
-from tundish.distributed import second_client, store_load_factor, temporary_group, torch_distributed
+from tundish.distributed import Voter, second_client, store_load_factor, temporary_group, torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
 from tundish.tensor_bytes import raw_bytes
 
@@ -373,16 +373,14 @@ class ExchangeGroup:
     connects again.
 
     Args:
-        ranks: global ranks of the members.
-        timeout: seconds that an exchange waits for the other ranks.
+        voter: of the members, on the caller's thread. An exchange waits for the other ranks as long as a vote.
 
     Attributes:
         connection: None before `connect`.
     """
 
-    def __init__(self, ranks: tuple[int, ...], timeout: float) -> None:
-        self._ranks = ranks
-        self._timeout = timeout
+    def __init__(self, voter: Voter) -> None:
+        self._voter = voter
         self.connection: HostConnection | None = None
 
     @property
@@ -391,16 +389,22 @@ class ExchangeGroup:
         return self.connection is not None and self.connection.is_open
 
     def connect(self, name: str) -> None:
-        """Collective, on the caller's thread: connect anew, under a `name` that was never used before."""
+        """Collective: connect anew, under a `name` that was never used before."""
         self.close()
+        what = "connecting the ranks, which exchange tensors"
+        # gloo holds the thread that connects, even against Ctrl-C.
+        self.connection = self._voter.run(lambda: self._connected(name), what=what, undo=HostConnection.close)
+
+    def _connected(self, name: str) -> HostConnection:
         with contextlib.ExitStack() as resources:
             # gloo blocks the client of the job's store while it waits for a rank, so the group has its own.
             client = second_client(torch_distributed().distributed_c10d._get_default_store())
             # The group's reference to the client is not visible to Python.
             resources.callback(id, client)
-            limit = min(self._timeout, _CONNECT_SECONDS * store_load_factor(len(self._ranks)))
-            group = resources.enter_context(temporary_group(name, limit, self._ranks, store=client))
-            self.connection = HostConnection(group, self._timeout, resources.pop_all())
+            ranks, timeout = self._voter.ranks, self._voter.timeout
+            limit = min(timeout, _CONNECT_SECONDS * store_load_factor(len(ranks)))
+            group = resources.enter_context(temporary_group(name, limit, ranks, store=client))
+            return HostConnection(group, timeout, resources.pop_all())
 
     def close(self) -> None:
         """Close the connection; ranks that wait in it for this one fail at once."""
