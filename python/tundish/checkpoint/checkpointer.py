@@ -226,6 +226,7 @@ class Checkpointer(ReadonlyRoot):
         *,
         extra: Mapping[str, Any] | None = None,
         rank_extra: Any = None,
+        trusted: Sequence[type] = (),
         staging: Staging = "eager",
         optimizer: Any = None,
         tag: str | None = None,
@@ -242,6 +243,8 @@ class Checkpointer(ReadonlyRoot):
                 rank saves what several hold: objects and tensors of up to 64 KiB have to be the same on all of them.
             extra: values of the run (step, epoch, consumed tokens), the same on all ranks; JSON.
             rank_extra: state of this rank alone, such as its random generators.
+            trusted: types of objects in the state dict beside those that `load_dcp` reads by itself. Loading needs
+                them, too.
             staging: as for `save_hf`.
             optimizer: as for `save_hf`.
             tag: as for `save_hf`.
@@ -276,6 +279,7 @@ class Checkpointer(ReadonlyRoot):
                     state_dict,
                     extra=extra,
                     rank_extra=rank_extra,
+                    trusted=trusted,
                     staging=staging,
                     optimizer=optimizer,
                 ),

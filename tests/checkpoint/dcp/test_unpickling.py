@@ -160,7 +160,7 @@ def test_an_object_of_somebody_else_runs_no_code(
     named: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A save that refuses nothing, as somebody else may write it.
-    monkeypatch.setattr("tundish.checkpoint.dcp.save.unread_types", lambda data: ())
+    monkeypatch.setattr("tundish.checkpoint.dcp.save.read_object", lambda *_: None)
     saved = checkpoint(tmp_path / "root", {"w": torch.ones(3), "o": make(tmp_path / "mark")})
     state = {"w": torch.zeros(3), "o": None}
     with pytest.raises(InvalidTypeError, match=named):
@@ -169,12 +169,10 @@ def test_an_object_of_somebody_else_runs_no_code(
     assert state["o"] is None and not state["w"].any()
 
 
-def test_a_type_of_the_user_is_read_where_it_is_trusted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved = checkpoint(tmp_path / "root", {"settings": Settings(0.5)})
+def test_a_type_of_the_user_is_saved_and_read_where_it_is_trusted(tmp_path: Path) -> None:
     said = f"trusted=[{__name__}.Settings]"
-    assert said in caplog.text
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        saved = checkpointer.save_dcp(1, {"settings": Settings(0.5)}, trusted=[Settings]).result()
     state = {"settings": Settings()}
     with pytest.raises(InvalidTypeError) as refusal:
         load_dcp(state, saved)
@@ -187,12 +185,50 @@ def test_a_type_of_the_user_is_read_where_it_is_trusted(
         load_dcp(state, saved, trusted=["Settings"])  # type: ignore[list-item]
 
 
-def test_an_object_that_no_load_could_read_is_refused(tmp_path: Path) -> None:
+class Outer:
+    class Inner:
+        """Its pickle names `getattr`, which is not called."""
+
+
+class Unreadable:
+    """Can be pickled, and fails when it is read."""
+
+    def __reduce__(self) -> Any:
+        return Unreadable, ("one argument too many",)
+
+
+@pytest.mark.parametrize(
+    ("value", "trusted", "why"),
+    [
+        (Settings(), [], r"names .*Settings.* trusted=\[.*Settings\] here and to load_dcp"),
+        ((1, [Settings()]), [Color], r"names .*Settings"),
+        (Command(print, "hello"), [Command], "names builtins.print"),
+        (Outer.Inner(), [Outer, Outer.Inner], "names builtins.getattr"),
+        (Unreadable(), [Unreadable], "takes no arguments"),
+        (lambda: 1, [], "cannot be saved as a pickle"),
+    ],
+)
+def test_what_no_load_could_read_is_refused_before_anything_is_saved(
+    value: Any, trusted: list[type], why: str, tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        with pytest.raises(InvalidTypeError, match=f"'x.o', .*{why}"):
+            checkpointer.save_dcp(1, {"x": {"o": value}, "w": torch.ones(2)}, trusted=trusted)
+        assert checkpointer.list() == []
+        # A structure that is known is checked, too.
+        state = {"x": {"o": (1, 2)}, "w": torch.ones(2)}
+        checkpointer.save_dcp(1, state, blocking=True)
+        with pytest.raises(InvalidTypeError, match=f"'x.o', .*{why}"):
+            checkpointer.save_dcp(2, {**state, "x": {"o": value}}, trusted=trusted)
+        assert [one.step for one in checkpointer.list()] == [1]
+
+
+def test_trusted_types_are_types(tmp_path: Path) -> None:
     with (
         Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer,
-        pytest.raises(InvalidTypeError, match=r"'x.o', .* its pickle calls builtins.print"),
+        pytest.raises(InvalidTypeError, match="give a list of types"),
     ):
-        checkpointer.save_dcp(1, {"x": {"o": Command(print, "hello")}})
+        checkpointer.save_dcp(1, {"w": torch.ones(2)}, trusted=["Settings"])  # type: ignore[list-item]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to another user")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,14 +21,12 @@ from tundish.checkpoint.dcp.format import METADATA, FileLayout, rank_extra_name,
 from tundish.checkpoint.dcp.plan import RankShare, SavePlanner, local_values_of, make_metadata
 from tundish.checkpoint.dcp.rank_extra import to_json
 from tundish.checkpoint.dcp.state import flatten_state
-from tundish.checkpoint.dcp.unpickling import unread_types
+from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
 from tundish.checkpoint.replicas import digest_of
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
 from tundish.checkpoint.write_plan import PlannedFile, SmallFile, WritePlan
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError, format_type
-
-_logger = logging.getLogger("tundish.checkpoint")
 
 _SIMPLE = (int, float, str, bytes, type(None))
 
@@ -42,6 +39,7 @@ class DcpSave:
         state_dict: nested, of tensors, DTensors and other objects.
         extra: values of the run, the same on all ranks; JSON.
         rank_extra: state of this rank alone.
+        trusted: types that the caller gives to `load_dcp`, too.
         staging: "eager" or "lazy".
         optimizer: one or several, whose steps wait for a lazy staging.
 
@@ -58,6 +56,7 @@ class DcpSave:
         *,
         extra: Mapping[str, Any] | None = None,
         rank_extra: Any = None,
+        trusted: Sequence[type] = (),
         staging: Literal["eager", "lazy"] = "eager",
         optimizer: Any = None,
     ) -> None:
@@ -66,6 +65,7 @@ class DcpSave:
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
         self._state = flatten_state(state_dict, planner.known_structure)
         self._planner = planner
+        self._trusted = names_of(trusted)
         self._pickles: dict[int, bytes] = {}
         self._sources: list[torch.Tensor] = []
         # None where the structure of the state dict is new, until the ranks have planned it.
@@ -162,7 +162,7 @@ class DcpSave:
             value = self._state.values[number]
             key = (type(value), repr(value)) if type(value) in _SIMPLE else number
             if key not in known:
-                known[key] = _pickled(names[number], value)
+                known[key] = _pickled(names[number], value, self._trusted)
             self._pickles[number] = known[key]
 
     def _names(self, numbers: Sequence[int]) -> list[str]:
@@ -210,7 +210,7 @@ def _not_json(value: Any, where: str) -> str | None:
     return next((problem for problem in found if problem), None)
 
 
-def _pickled(name: str, value: Any) -> bytes:
+def _pickled(name: str, value: Any, trusted: frozenset[tuple[str, str]]) -> bytes:
     """`value` as torch's planner pickles it.
 
     Raises:
@@ -219,23 +219,21 @@ def _pickled(name: str, value: Any) -> bytes:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        data = stream.getvalue()
-        unread = () if type(value) in _SIMPLE else unread_types(data)
+        if type(value) not in _SIMPLE:
+            # Only reading shows what can be read.
+            read_object(stream.getvalue(), trusted)
+    except UntrustedNameError as error:
+        raise InvalidTypeError(
+            f"{name!r}, which is {format_type(value)}, could not be loaded: its pickle names {error.name}. Give its "
+            f"state as numbers, text, containers, arrays and tensors; if {error.name} is a type of yours, give "
+            f"trusted=[{error.name}] here and to load_dcp"
+        ) from None
     except Exception as error:
         raise InvalidTypeError(
-            f"{name!r}, which is {format_type(value)}, cannot be saved as a pickle: {error}. Give its state as "
-            "numbers, text, containers, arrays and tensors"
+            f"{name!r}, which is {format_type(value)}, cannot be saved as a pickle that can be read: {error}. Give its "
+            "state as numbers, text, containers, arrays and tensors"
         ) from error
-    for kind in unread:
-        _warn_of_unread(name, kind)
-    return data
-
-
-@functools.cache
-def _warn_of_unread(name: str, kind: str) -> None:
-    _logger.warning(
-        "%r is saved as a pickle of %s: load_dcp reads it only with trusted=[%s]", name, kind, kind
-    )
+    return stream.getvalue()
 
 
 def _late_files(part: RankShare, notes: Sequence[str]) -> list[SmallFile]:

@@ -13,17 +13,16 @@ from __future__ import annotations
 import _compat_pickle
 import io
 import pickle
-import pickletools
 import sys
 import types
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from typing import IO, Any, ClassVar
 
 import torch
 
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidTypeError
 
 # Module to names in it.
 _Names = dict[str, frozenset[str]]
@@ -147,30 +146,6 @@ def names_of(trusted: Any) -> frozenset[tuple[str, str]]:
     if not isinstance(trusted, Iterable) or not all(isinstance(kind, type) for kind in trusted):
         raise InvalidTypeError(f"trusted is {trusted!r}: give a list of types, whose pickles are read")
     return frozenset((kind.__module__, kind.__qualname__) for kind in trusted)
-
-
-def unread_types(data: bytes) -> Sequence[str]:
-    """The types that an object of `torch.save` names and that `read_object` reads only where they are trusted.
-
-    Raises:
-        InvalidInputError: it names a function, so that no caller can trust it.
-    """
-    found: dict[str, None] = {}
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-    for opcode, given, _ in pickletools.genops(pickled):
-        if opcode.name != "GLOBAL":
-            continue
-        module, name = _renamed(*str(given).split(" ", 1))
-        if name in _OF_OBJECTS.get(module, ()) or (module.startswith("torch") and name.endswith("Storage")):
-            continue
-        named = _imported(module, name)
-        if _is_enum(named) or (module, name) == ("builtins", "getattr"):
-            continue
-        if not isinstance(named, type):
-            raise InvalidInputError(f"its pickle calls {module}.{name}")
-        found[f"{module}.{name}"] = None
-    return list(found)
 
 
 def _renamed(module: str, name: str) -> tuple[str, str]:
