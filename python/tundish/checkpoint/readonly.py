@@ -193,7 +193,12 @@ class ReadonlyRoot:
         self._raise_pending()
         # Whether it is one, before it is joined to the root.
         path_of(path, "path")
-        return verify(self.path / path)
+        folder = self.path / path
+        if folder.parent != self.path:
+            return verify(folder)
+        unsummed = list(self.reader.verify(folder.name))
+        warn_without_checksums(folder, unsummed)
+        return unsummed
 
     @contextlib.contextmanager
     def reading(self, step: int, kind: Kind = "hf") -> Iterator[Path]:
@@ -220,8 +225,8 @@ class ReadonlyRoot:
             True
         """
         self._raise_pending()
-        with self.reader.lock(name_of(check_kind(kind), check_step(plain_step(step)))) as path:
-            yield path
+        with self.reader.lock(name_of(check_kind(kind), check_step(plain_step(step)))) as published:
+            yield published.path
 
 
 def open_readonly(root: str | os.PathLike[str]) -> ReadonlyRoot:

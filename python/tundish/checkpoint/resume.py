@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tundish.checkpoint.readonly import open_readonly
 from tundish.checkpoint.root import Kind
 from tundish.distributed import agreed
 from tundish.errors import StepExistsError
@@ -53,7 +52,7 @@ def start_new_run(
         StepExistsError: there are some; on all ranks.
     """
     with agreed("starting without an earlier checkpoint"):
-        found = open_readonly(checkpointer.path).survey(kind)
+        found = checkpointer.survey(kind)
         earlier = [one for ones in found for one in ones]
         if earlier:
             # A run cannot resume from exports alone.

@@ -17,10 +17,10 @@ import logging
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -120,6 +120,47 @@ class Draft(Protocol):
         """Write a file without tensors, durably: its contents, or an open file that is copied."""
 
 
+# Name, size in bytes and checksum of a file, as it was recorded.
+RecordedFile = tuple[str, int, str | None]
+# The name of a file, its problem, and whether its bytes were read and differ.
+FileDamage = tuple[str, str, bool]
+
+
+class Published(Protocol):
+    """What is published under a name, while it is locked.
+
+    Attributes:
+        path: for messages.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    def open(self, file: str) -> BinaryIO:
+        """Open a file to seek and to read in it. Raises `NotFoundError` or another `OSError`."""
+
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[RecordedFile], str]:
+        """The checkpoint (kind, step, `world_size`, `extra`), its files, and the checksum of its manifest.
+
+        Raises `CorruptCheckpointError`.
+        """
+
+    def verify_files(self, names: set[str], *, every_byte: bool) -> Sequence[FileDamage]:
+        """Compare the sizes of files and, with `every_byte`, their checksums; returns the damage."""
+
+    def foreign_files(self) -> Sequence[str]:
+        """The files that the manifest does not list."""
+
+    def read_file(self, name: str, size: int, checksum: str | None) -> bytes:
+        """The bytes of a small file. Raises `CorruptCheckpointError` where its size or checksum differs."""
+
+    def copy_id(self) -> str:
+        """A text that differs between copies on several nodes, and is the same on all ranks that see one copy."""
+
+    def is_of_another_user(self, file: str) -> bool:
+        """Whether another user wrote a file."""
+
+
 @runtime_checkable
 class Root(Protocol):
     """Where folders are published under names.
@@ -151,11 +192,11 @@ class Root(Protocol):
     def list(self) -> Checkpoints:
         """The published checkpoints, by kind and step; to an owner, those that it counts."""
 
-    def read(self, name: str, file: str) -> bytes:
-        """The bytes of a small file of what is published under `name`. Raises `NotFoundError` without it."""
+    def lock(self, name: str) -> contextlib.AbstractContextManager[Published]:
+        """Keep what is published under `name` from being removed or replaced during a block, which reads it.
 
-    def lock(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        """Keep what is published under `name` from being removed or replaced during a block, which gets its path."""
+        Raises `NotFoundError` if there is nothing.
+        """
 
     def protect(self, step: int) -> None:
         """Keep the checkpoints of `step` from being removed as long as the root is open. Returns at once."""
@@ -164,8 +205,11 @@ class Root(Protocol):
     def protected(self) -> Collection[int]:
         """The steps that were protected here."""
 
-    def verify(self, name: str) -> object:
-        """Compare every byte of a checkpoint with its manifest. Raises `CorruptCheckpointError`."""
+    def verify(self, name: str) -> Sequence[str]:
+        """Compare every byte of a checkpoint with its manifest; returns the files without a checksum.
+
+        Raises `CorruptCheckpointError`.
+        """
 
     def draft(self, name: str, place: str | None = None) -> Draft:
         """What is being written under `name`. A name that is no checkpoint's needs the place that `begin` returned."""
@@ -281,24 +325,11 @@ class DiskRoot:
         """List the folders that are whole checkpoints."""
         return _checkpoints_of((self._owned or self._readonly).list())
 
-    def read(self, name: str, file: str) -> bytes:
-        """Read a file under a lock."""
-        with self.lock(name) as path:
-            try:
-                return (path / file).read_bytes()
-            except OSError as error:
-                kind = NotFoundError if isinstance(error, FileNotFoundError) else StorageError
-                raise kind(
-                    error.errno or errno.EIO, error.strerror or "cannot be read", str(path / file)
-                ) from None
-
-    @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[Path]:
+    def lock(self, name: str) -> DiskFolder:
         """Hold a read lock."""
         key = key_of(name)
         lock = self._readonly.read_lock(*key) if key else _native.CheckpointReadLock(self.path / name)
-        with releasing(lock):
-            yield lock.path
+        return DiskFolder(lock)
 
     def protect(self, step: int) -> None:
         """Protect a step in the owner's root; other ranks send their steps to it."""
@@ -306,7 +337,7 @@ class DiskRoot:
         if self._owned is not None:
             self._owned.protect(step)
 
-    def verify(self, name: str) -> object:
+    def verify(self, name: str) -> Sequence[str]:
         """Read every byte."""
         return _native.verify_checkpoint(self.path / name)
 
@@ -375,6 +406,63 @@ class DiskRoot:
                 f"{self.path} is open for reading and writing files: open it with owns=True"
             )
         return self._owned
+
+
+class DiskFolder:
+    """A `Published` folder. A context manager that releases its `lock`; it warns where the file system has none."""
+
+    def __init__(self, lock: _native.CheckpointReadLock) -> None:
+        self._lock = lock
+        self.path = lock.path
+
+    def open(self, file: str) -> BinaryIO:
+        """Open it as any file."""
+        try:
+            return (self.path / file).open("rb")
+        except FileNotFoundError as error:
+            raise NotFoundError(error.errno, error.strerror, str(self.path / file)) from None
+
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[RecordedFile], str]:
+        """Read the manifest."""
+        return self._lock.describe()
+
+    def verify_files(self, names: set[str], *, every_byte: bool) -> Sequence[FileDamage]:
+        """Read files on all cores."""
+        return self._lock.verify_files(names, every_byte=every_byte)
+
+    def foreign_files(self) -> Sequence[str]:
+        """List the folder."""
+        return self._lock.foreign_files()
+
+    def read_file(self, name: str, size: int, checksum: str | None) -> bytes:
+        """Read a file whole."""
+        return self._lock.read_file(name, size, checksum)
+
+    def copy_id(self) -> str:
+        """The change times of two files.
+
+        A copy may preserve all other times, and some network file systems number a file differently on each node.
+        Copies that are made at once may share one change time, but seldom two.
+        """
+        _, files, _ = self.describe()
+        times = []
+        for name in (MANIFEST, *(name for name, _, _ in files[:1])):
+            # Files that are missing are found by a verification.
+            with contextlib.suppress(OSError):
+                times.append(f"{name} {(self.path / name).stat().st_ctime_ns}")
+        return ", ".join(times)
+
+    def is_of_another_user(self, file: str) -> bool:
+        """Look at its owner."""
+        return (self.path / file).stat().st_uid != os.geteuid()
+
+    def __enter__(self) -> Self:
+        if not self._lock.is_locked:
+            _warn_without_locks(self.path.parent)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
 
 @dataclass(frozen=True)
@@ -502,17 +590,6 @@ def _checkpoints_of(entries: _native._Checkpoints) -> Checkpoints:
 
 
 # ---- Paths and locks on a disk ----
-
-
-@contextlib.contextmanager
-def releasing(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLock]:
-    """Release `lock` after the block; warn where the file system has no locks."""
-    try:
-        if not lock.is_locked:
-            _warn_without_locks(lock.path.parent)
-        yield lock
-    finally:
-        lock.close()
 
 
 @functools.cache

@@ -22,9 +22,9 @@ from support.waiting import NOTICED
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, load_dcp
-from tundish.checkpoint.dcp import verify as dcp_verify
 from tundish.checkpoint.dcp.format import shard_name
 from tundish.checkpoint.dcp.verify import files_of_reader
+from tundish.checkpoint.root import DiskFolder
 
 MIB = 1 << 20
 
@@ -67,8 +67,8 @@ class Watched:
 
 
 def watch(verify: Callable[[Any, set[str], bool], Any]) -> None:
-    read_lock = dcp_verify.read_lock
-    dcp_verify.read_lock = lambda path: Watched(read_lock(path), verify)  # type: ignore[assignment,return-value]
+    whole = DiskFolder.__enter__
+    DiskFolder.__enter__ = lambda folder: Watched(whole(folder), verify)  # type: ignore[method-assign]
 
 
 def save(root: Path, *steps: int, **options: Any) -> dict[str, Any]:

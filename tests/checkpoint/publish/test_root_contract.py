@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from support.checkpoint.checkpoint_roots import manifest
 from support.checkpoint.memory_root import MemoryRoot
 
 from tundish._native import FileImage
-from tundish.checkpoint import Checkpointer
+from tundish.checkpoint import Checkpointer, choose_checkpoint, load_chosen, start_new_run
 from tundish.checkpoint.root import DiskRoot, Room, Root, WriteOptions
 from tundish.errors import (
     CheckpointInUseError,
+    CorruptCheckpointError,
     NotFoundError,
     RootInUseError,
     StepExistsError,
@@ -44,6 +47,11 @@ def save(root: Root, name: str, *, overwrite: bool = False, text: bytes = b"weig
     return root.publish(name, manifest(kind, int(step), sizes), overwrite=overwrite)
 
 
+def read(root: Root, name: str, file: str) -> bytes:
+    with root.lock(name) as published, published.open(file) as opened:
+        return opened.read()
+
+
 def names(root: Root) -> list[str]:
     return [f"{one.kind}-{one.step}" for one in root.list()]
 
@@ -56,15 +64,15 @@ def test_what_is_published_is_listed_and_read(root: Root) -> None:
     assert set(names(root)) == {"hf-2", "hf-1000", "dcp-1", "dcp-30"}
     found = {f"{one.kind}-{one.step}": one for one in root.list()}["hf-2"]
     assert (found.size, found.files, found.path) == (9, 2, root.path_of("hf-2"))
-    assert root.read("hf-2", "inner/weights") == b"weights"
+    assert read(root, "hf-2", "inner/weights") == b"weights"
     assert root.latest("hf") == root.path_of("hf-1000")
     assert root.survey()[1] == []
     root.verify("hf-2")
     for missing in ("hf-3", "dcp-2"):
         with pytest.raises(NotFoundError):
-            root.read(missing, "config.json")
+            read(root, missing, "config.json")
     with pytest.raises(NotFoundError):
-        root.read("hf-2", "tokenizer.json")
+        read(root, "hf-2", "tokenizer.json")
 
 
 def test_nothing_is_seen_before_it_is_published_nor_after_it_is_aborted(root: Root) -> None:
@@ -88,7 +96,7 @@ def test_steps_rise_and_are_replaced_only_on_demand(root: Root) -> None:
     with pytest.raises(StepExistsError):
         root.begin("hf-2")
     save(root, "hf-2", overwrite=True, text=b"other")
-    assert root.read("hf-2", "inner/weights") == b"other"
+    assert read(root, "hf-2", "inner/weights") == b"other"
     # The other kind is counted by itself.
     save(root, "dcp-1")
 
@@ -97,8 +105,8 @@ def test_the_newest_the_read_and_the_protected_stay(root: Root) -> None:
     for step in (1, 2, 3, 4):
         save(root, f"hf-{step}")
     root.protect(1)
-    with root.lock("hf-2") as path:
-        assert path == root.path_of("hf-2")
+    with root.lock("hf-2") as published:
+        assert published.path == root.path_of("hf-2")
         for name in ("hf-1", "hf-2", "hf-4"):
             with pytest.raises(CheckpointInUseError):
                 root.remove(name)
@@ -119,7 +127,7 @@ def test_a_checkpoint_that_is_read_is_replaced_afterwards(root: Root) -> None:
     with root.lock("hf-1"), pytest.raises(CheckpointInUseError):
         root.publish("hf-1", manifest("hf", 1, {"config.json": 2}), overwrite=True)
     root.publish("hf-1", manifest("hf", 1, {"config.json": 2}), overwrite=True)
-    assert root.read("hf-1", "config.json") == b"[]"
+    assert read(root, "hf-1", "config.json") == b"[]"
 
 
 def test_newer_checkpoints_are_set_aside_together(root: Root) -> None:
@@ -157,9 +165,9 @@ def test_files_are_written_from_images_and_from_where_tensors_lie(root: Root) ->
     assert progress[-1]() == 40
     made = [root.draft("hf-1").write_small("note", io.BytesIO(b"text"))]
     root.publish("hf-1", manifest("hf", 1, {"pieces": 32, "image": 8, made[0].name: 4}))
-    assert root.read("hf-1", "pieces") == header + tensor.numpy().tobytes()
-    assert root.read("hf-1", "image") == b"an image"
-    assert root.read("hf-1", "note") == b"text"
+    assert read(root, "hf-1", "pieces") == header + tensor.numpy().tobytes()
+    assert read(root, "hf-1", "image") == b"an image"
+    assert read(root, "hf-1", "note") == b"text"
 
 
 @pytest.mark.parametrize("name", ["epoch=0-step=12.ckpt", "step-4", "output_dir"])
@@ -172,8 +180,8 @@ def test_a_single_folder_of_any_name_is_published_or_aborted(root: Root, name: s
         else:
             root.abort(name)
             with pytest.raises(NotFoundError):
-                root.read(name, "weights")
-    assert root.read(name, "weights") == b"abc"
+                read(root, name, "weights")
+    assert read(root, name, "weights") == b"abc"
     assert names(root) == []
 
 
@@ -209,4 +217,58 @@ def test_a_checkpointer_saves_and_prunes_through_any_root(root: Root) -> None:
         assert checkpointer.latest("dcp") == root.path_of("dcp-3")
         checkpointer.discard_after(2)
         assert checkpointer.latest("hf") == root.path_of("hf-2")
-    assert root.read("hf-2", "model.safetensors").endswith(torch.full((2,), 2.0).numpy().tobytes())
+    assert read(root, "hf-2", "model.safetensors").endswith(torch.full((2,), 2.0).numpy().tobytes())
+
+
+def state(value: float) -> dict[str, Any]:
+    """What torch's own reader loads too: a tensor that is no plain one to load into, and an object."""
+    return {"w": torch.full((4, 6), value), "columns": torch.full((4, 6), value).t(), "o": {"n": [value]}}
+
+
+def test_a_checkpointer_loads_and_verifies_through_any_root(root: Root) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        with pytest.raises(NotFoundError, match="no DCP checkpoint"):
+            checkpointer.load_dcp(state(0))
+        for step in (1, 2):
+            checkpointer.save_dcp(step, state(step), extra={"step": step}, rank_extra=[step], blocking=True)
+        checkpointer.save_hf(2, {"w": torch.ones(2)}, blocking=True)
+        target = state(0)
+        extra, rank_extras = checkpointer.load_dcp(target)
+        assert (extra, dict(rank_extras)) == ({"step": 2}, {0: [2]})
+        assert torch.equal(target["w"], state(2)["w"]) and torch.equal(target["columns"], state(2)["columns"])
+        assert target["o"] == state(2)["o"]
+        assert checkpointer.load_dcp(state(0), step=1)[0] == {"step": 1}
+        with pytest.raises(NotFoundError, match="steps there: 1, 2"):
+            checkpointer.load_dcp(state(0), step=3)
+        for name in ("dcp-1", "dcp-2", "hf-2"):
+            checkpointer.verify(name)
+            checkpointer.verify(root.path_of(name))
+        with checkpointer.reading(1, "dcp") as path:
+            assert path == root.path_of("dcp-1")
+        chosen = choose_checkpoint(checkpointer, 1)
+        load_chosen(checkpointer, target, chosen)
+        assert (chosen.extra, target["o"]) == ({"step": 1}, state(1)["o"])
+        assert names(root) == ["dcp-1"]
+        with pytest.raises(StepExistsError):
+            start_new_run(checkpointer)
+
+
+def test_a_damaged_checkpoint_is_passed_over_in_any_root(root: Root) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_dcp(step, {"w": torch.ones(4)}, extra={"step": step}, blocking=True)
+        cut(root, "dcp-2", "__0_0.distcp")
+        with pytest.raises(CorruptCheckpointError, match="__0_0"):
+            checkpointer.verify("dcp-2")
+        with pytest.raises(CorruptCheckpointError, match="__0_0"):
+            checkpointer.load_dcp({"w": torch.zeros(4)}, step=2)
+        assert checkpointer.load_dcp({"w": torch.zeros(4)})[0] == {"step": 1}
+
+
+def cut(root: Root, name: str, file: str) -> None:
+    """Take the last byte of a file away."""
+    if isinstance(root, MemoryRoot):
+        root.published[name][file] = root.published[name][file][:-1]
+    else:
+        path = root.path_of(name) / file
+        os.truncate(path, path.stat().st_size - 1)

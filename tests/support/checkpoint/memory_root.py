@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,46 @@ class MemoryDraft:
         return FileMetadata(name, len(self._files[name]), None)
 
 
+class MemoryFolder:
+    """Files that are published and locked."""
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self.path = path
+        self._files = files
+
+    def open(self, file: str) -> BinaryIO:
+        if file not in self._files:
+            raise NotFoundError(errno.ENOENT, "is not there", str(self.path / file))
+        return io.BytesIO(self._files[file])
+
+    def describe(self) -> tuple[dict[str, Any], list[tuple[str, int, None]], str]:
+        text = self._files[MANIFEST]
+        manifest = json.loads(text)
+        return manifest, [(file["name"], file["size"], None) for file in manifest["files"]], str(hash(text))
+
+    def verify_files(self, names: set[str], *, every_byte: bool) -> list[tuple[str, str, bool]]:
+        sizes = {name: size for name, size, _ in self.describe()[1]}
+        return [
+            (name, "has another size", False)
+            for name in sorted(names)
+            if len(self._files.get(name, b"")) != sizes[name]
+        ]
+
+    def foreign_files(self) -> list[str]:
+        return sorted(self._files.keys() - {MANIFEST} - {name for name, _, _ in self.describe()[1]})
+
+    def read_file(self, name: str, size: int, checksum: str | None) -> bytes:
+        if len(self._files.get(name, b"")) != size:
+            raise CorruptCheckpointError(f"{self.path} has a changed {name}", (name,))
+        return self._files[name]
+
+    def copy_id(self) -> str:
+        return "memory"
+
+    def is_of_another_user(self, file: str) -> bool:
+        return False
+
+
 class MemoryRoot:
     """Folders of files in dictionaries."""
 
@@ -89,23 +130,22 @@ class MemoryRoot:
             for kind, step in sorted(keys, key=lambda key: (KINDS.index(key[0]), key[1]))
         ]
 
-    def read(self, name: str, file: str) -> bytes:
-        return self._of(name, file)
-
     @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[Path]:
+    def lock(self, name: str) -> Iterator[MemoryFolder]:
         self._of(name, MANIFEST)
         self._readers[name] = self._readers.get(name, 0) + 1
         try:
-            yield self.path_of(name)
+            yield MemoryFolder(self.path_of(name), self.published[name])
         finally:
             self._readers[name] -= 1
 
-    def verify(self, name: str) -> object:
-        for file in json.loads(self._of(name, MANIFEST))["files"]:
-            if len(self._of(name, file["name"])) != file["size"]:
-                raise CorruptCheckpointError(f"{name} has a changed {file['name']}", (file["name"],))
-        return []
+    def verify(self, name: str) -> list[str]:
+        with self.lock(name) as folder:
+            names = [file for file, _, _ in folder.describe()[1]]
+            damaged = [file for file, _, _ in folder.verify_files(set(names), every_byte=True)]
+        if damaged:
+            raise CorruptCheckpointError(f"{name} has a changed {damaged[0]}", tuple(damaged))
+        return names
 
     def protect(self, step: int) -> None:
         self.protected.add(step)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ from tundish.checkpoint.dcp.state import (
     set_value,
 )
 from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
-from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint
+from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint, open_folder
 from tundish.checkpoint.readonly import ReadonlyRoot
-from tundish.checkpoint.root import check_step
+from tundish.checkpoint.root import Published, Root, check_step, format_steps, name_of
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
 
@@ -92,7 +93,9 @@ def load_dcp(
     # A link is resolved once.
     folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
-        return _load_verified(state_dict, folder, None, verify=verify, trusted=trusted, voter=voter)
+        lock = functools.partial(open_folder, folder)
+        with open_checkpoint(lock, folder.name, step=None, every_byte=verify, voter=voter) as checkpoint:
+            return _load_verified(state_dict, checkpoint, trusted)
 
 
 def load_from_root(
@@ -109,9 +112,12 @@ def load_from_root(
     with voter.agreed(what, same=same_arguments(call="load_dcp", step=repr(step), verify=bool(verify))):
         if step is not None:
             check_step(step)
+    reader = root.reader
     if step is not None:
-        path = root.path / f"dcp-{step}"
-        return step, _load_verified(state_dict, path, step, verify=verify, trusted=trusted, voter=voter)
+        name = name_of("dcp", step)
+        lock = functools.partial(_lock, reader, name)
+        with open_checkpoint(lock, name, step=step, every_byte=verify, voter=voter) as checkpoint:
+            return step, _load_verified(state_dict, checkpoint, trusted)
     candidates = _CandidateCheckpoints(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
@@ -130,8 +136,9 @@ def load_from_root(
                     "there is no DCP checkpoint: train from the start, or give the root of an earlier run",
                     str(root.path),
                 )
-            path = root.path / f"dcp-{step}"
-            with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
+            name = name_of("dcp", step)
+            lock = functools.partial(_lock, reader, name)
+            with open_checkpoint(lock, name, step=step, every_byte=verify, voter=voter) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
                     return step, _load(state_dict, checkpoint, trusted)
@@ -191,23 +198,28 @@ class _CandidateCheckpoints:
         self._skipped[step] = str(problem)
 
 
-def _load_verified(
-    state_dict: dict[str, Any],
-    path: Path,
-    step: int | None,
-    *,
-    verify: bool,
-    trusted: Sequence[type],
-    voter: Voter,
-) -> Loaded:
-    """Collective: load the checkpoint at `path`, which must have `step` where one is given."""
-    with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
-        problem = checkpoint.verify()
-        if problem is not None:
-            with voter.agreed(f"verifying {path}"):
-                if voter.is_first:
-                    raise problem
-        return _load(state_dict, checkpoint, trusted)
+@contextlib.contextmanager
+def _lock(root: Root, name: str) -> Iterator[Published]:
+    """Lock a checkpoint of `root`; the error of one that is not there names those that are."""
+    with contextlib.ExitStack() as stack:
+        try:
+            published = stack.enter_context(root.lock(name))
+        except NotFoundError as error:
+            steps = format_steps([one.step for one in root.list() if one.kind == "dcp"])
+            raise NotFoundError(
+                error.errno, f"does not exist: give the step of a DCP checkpoint ({steps})", error.filename
+            ) from None
+        yield published
+
+
+def _load_verified(state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
+    """Collective: load an open checkpoint."""
+    voter, problem = checkpoint.voter, checkpoint.verify()
+    if problem is not None:
+        with voter.agreed(f"verifying {checkpoint.path}"):
+            if voter.is_first:
+                raise problem
+    return _load(state_dict, checkpoint, trusted)
 
 
 def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
@@ -237,7 +249,7 @@ class _Load:
         self._checkpoint = checkpoint
         self._path = path = checkpoint.path
         self._trusted = trusted
-        self._reader = TensorReader(path)
+        self._reader = TensorReader(checkpoint.published)
         self._metadata = _read_metadata(self._reader, path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         self._planner = DefaultLoadPlanner(flatten_state_dict=False)
@@ -267,10 +279,10 @@ class _Load:
 
     def warn(self) -> None:
         """Warn of a checkpoint of another user, and of state that is not loaded."""
-        metadata = self._path / METADATA
-        if metadata.stat().st_uid != os.geteuid():
+        if self._checkpoint.published.is_of_another_user(METADATA):
             _logger.warning(
-                "%s belongs to another user: load only checkpoints of users whom you trust", metadata
+                "%s belongs to another user: load only checkpoints of users whom you trust",
+                self._path / METADATA,
             )
         if self._absent:
             _logger.warning(
@@ -313,7 +325,7 @@ class _Load:
         """A saved value that is no tensor."""
         place = self._reader.storage_data[MetadataIndex(name)]
         self._checkpoint.check({place.relative_path})
-        with Path(self._path, place.relative_path).open("rb") as file:
+        with self._checkpoint.published.open(place.relative_path) as file:
             file.seek(place.offset)
             data = file.read(place.length)
         try:

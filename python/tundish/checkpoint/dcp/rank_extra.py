@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.format import rank_extra_name
-from tundish.checkpoint.dcp.verify import OpenCheckpoint, read_lock
-from tundish.checkpoint.root import releasing
+from tundish.checkpoint.dcp.verify import OpenCheckpoint
+from tundish.checkpoint.root import Published
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError, NotFoundError
 from tundish.tensor_bytes import raw_bytes
 
@@ -160,12 +159,13 @@ class RankExtras(Mapping[int, Any]):
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._path: Path = checkpoint.path
+        self._lock = checkpoint.lock
         self._checksum = checkpoint.checksum
         recorded = {name: (size, checksum) for name, size, checksum in checkpoint.files}
         # None for ranks without a `rank_extra`.
         self._files = {rank: recorded.get(rank_extra_name(rank)) for rank in range(checkpoint.savers)}
         at_once = {0, checkpoint.voter.index} & self._files.keys()
-        self._known = {rank: self._read(checkpoint.lock, rank) for rank in at_once}
+        self._known = {rank: self._read(checkpoint.published, rank) for rank in at_once}
 
     def __getitem__(self, rank: int) -> Any:
         if self._files[rank] is None:
@@ -189,12 +189,12 @@ class RankExtras(Mapping[int, Any]):
     def __repr__(self) -> str:
         return f"<rank_extra of {len(self)} ranks in {self._path}>"
 
-    def _read(self, lock: CheckpointReadLock, rank: int) -> Any:
+    def _read(self, published: Published, rank: int) -> Any:
         size_and_checksum = self._files[rank]
         if size_and_checksum is None:
             return None
         name = rank_extra_name(rank)
-        text = lock.read_file(name, *size_and_checksum)
+        text = published.read_file(name, *size_and_checksum)
         try:
             return from_json(text)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -202,11 +202,11 @@ class RankExtras(Mapping[int, Any]):
 
     def _read_again(self, rank: int) -> Any:
         try:
-            with releasing(read_lock(self._path)) as lock:
+            with self._lock() as published:
                 try:
-                    return self._read(lock, rank)
+                    return self._read(published, rank)
                 except CorruptCheckpointError:
-                    if lock.describe()[2] == self._checksum:
+                    if published.describe()[2] == self._checksum:
                         raise
         except NotFoundError:
             raise self._is_gone(rank, "removed") from None

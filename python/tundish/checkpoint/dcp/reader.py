@@ -9,12 +9,15 @@ gives the same values.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +29,7 @@ from torch.futures import Future
 
 from tundish.checkpoint.dcp.format import METADATA, record_frame_of
 from tundish.checkpoint.dcp.unpickling import read_metadata
+from tundish.checkpoint.root import Published
 from tundish.tensor_bytes import raw_bytes
 
 # Bytes read between two checks for Ctrl-C.
@@ -40,12 +44,30 @@ class _StoredTensor(NamedTuple):
     start: int
 
 
+class _PublishedFiles(FileSystem):
+    """Files of a published folder, for the items that are left to torch."""
+
+    def __init__(self, published: Published) -> None:
+        self._published = published
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # noqa: ARG002 (torch's)
+        file = Path(path).relative_to(self._published.path).as_posix()
+        with self._published.open(file) as stream:
+            yield stream
+
+
 class TensorReader(FileSystemReader):
-    """torch's `FileSystemReader`, with fewer copies."""
+    """torch's `FileSystemReader` of a published folder, with fewer copies."""
+
+    def __init__(self, published: Published) -> None:
+        super().__init__(published.path)
+        self.fs = _PublishedFiles(published)
+        self._published = published
 
     def read_metadata(self, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 (as torch calls it)
         """The contents of `.metadata`; a damaged one raises anything."""
-        with Path(self.path, METADATA).open("rb") as file:
+        with self._published.open(METADATA) as file:
             return read_metadata(file)
 
     def set_up_storage_reader(
@@ -61,7 +83,7 @@ class TensorReader(FileSystemReader):
         left = []
         for name, items in by_file.items():
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
-            with Path(self.path, name).open("rb", buffering=0) as file:
+            with self._published.open(name) as file:
                 left += [item for item in items if not self._read(file, item, planner)]
         return super().read_data(dataclasses.replace(plan, items=left), planner)
 

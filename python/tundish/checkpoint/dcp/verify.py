@@ -11,14 +11,22 @@ import contextlib
 import errno
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tundish._native import CheckpointReadLock
+from tundish import _native
 from tundish.checkpoint.dcp.format import METADATA, rank_extra_name, shard_name
 from tundish.checkpoint.readonly import warn_without_checksums
-from tundish.checkpoint.root import MANIFEST, format_steps, is_file, releasing
+from tundish.checkpoint.root import (
+    MANIFEST,
+    DiskFolder,
+    FileDamage,
+    Published,
+    RecordedFile,
+    format_steps,
+    is_file,
+)
 from tundish.distributed import Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
@@ -29,27 +37,32 @@ _MOST_RANKS = 1 << 20
 # Damaged files that a rank reports to the first one by name.
 _MOST_REPORTED = 64
 
-# File name, problem, whether its bytes were read and differ.
-_Damage = tuple[str, str, bool]
+# Locks what is published under a name during a block, again and again.
+Lock = Callable[[], contextlib.AbstractContextManager[Published]]
 
 
 class OpenCheckpoint:
     """A checkpoint on which all ranks of `voter` hold a read lock.
 
     Attributes:
+        published: the locked checkpoint.
+        lock: locks it once more.
         extra: the `extra` of its save.
         savers: the number of ranks that saved it.
         files: name, size in bytes and checksum of each file.
         checksum: of the manifest.
     """
 
-    def __init__(self, lock: CheckpointReadLock, step: int | None, voter: Voter, *, every_byte: bool) -> None:
-        described, files, checksum = lock.describe()
+    def __init__(
+        self, published: Published, lock: Lock, step: int | None, voter: Voter, *, every_byte: bool
+    ) -> None:
+        described, files, checksum = published.describe()
+        self.published = published
         self.lock = lock
-        self.path = lock.path
+        self.path = published.path
         self.voter = voter
         self._every_byte = every_byte
-        self.files: Sequence[tuple[str, int, str | None]] = files
+        self.files: Sequence[RecordedFile] = files
         self.checksum = checksum
         self.extra: dict[str, Any] = {} if described["extra"] is None else described["extra"]
         world_size = described["world_size"]
@@ -77,16 +90,16 @@ class OpenCheckpoint:
             The damage, on all ranks or none; only the first rank's error lists all of it.
         """
         voter, what = self.voter, f"verifying {self.path}"
-        found: list[_Damage] = []
-        foreign: list[str] = []
+        found: Sequence[FileDamage] = []
+        foreign: Sequence[str] = []
         error: BaseException | None = None
         is_alone = self._every_byte and self._are_copies()
         index, count = (0, 1) if is_alone else (voter.index, len(voter.ranks))
         try:
             names = files_of_reader(index, count, (name for name, _, _ in self.files), self.savers)
-            found = self.lock.verify_files(names, every_byte=self._every_byte)
+            found = self.published.verify_files(names, every_byte=self._every_byte)
             if voter.is_first and self._every_byte:
-                foreign = self.lock.foreign_files()
+                foreign = self.published.foreign_files()
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         if voter.vote(error, what=what, flag=bool(found)):
@@ -102,23 +115,10 @@ class OpenCheckpoint:
     def _are_copies(self) -> bool:
         """Collective: whether nodes have copies of their own under this path."""
         what = f"comparing what the ranks see of {self.path.name}"
-        own = self._change_times()
+        own = self.published.copy_id()
         return self.voter.vote(what=what, flag=own != self.voter.broadcast(own, what=what))
 
-    def _change_times(self) -> str:
-        """The change times of two files, which differ between copies.
-
-        A copy may preserve all other times, and some network file systems number a file differently on each node.
-        Copies that are made at once may share one change time, but seldom two.
-        """
-        times = []
-        for name in (MANIFEST, *(name for name, _, _ in self.files[:1])):
-            # The verification finds missing files.
-            with contextlib.suppress(OSError):
-                times.append(f"{name} {(self.path / name).stat().st_ctime_ns}")
-        return ", ".join(times)
-
-    def _agree_on(self, found: list[_Damage]) -> CorruptCheckpointError:
+    def _agree_on(self, found: Sequence[FileDamage]) -> CorruptCheckpointError:
         voter = self.voter
         reported = json.dumps(sorted(found)[:_MOST_REPORTED])
         reports = voter.gather(reported, what=f"collecting the damage of {self.path}")
@@ -142,7 +142,7 @@ class OpenCheckpoint:
                 else:
                     unreached[name] = rank, problem
         # It may be missing or unreadable on that rank's node alone.
-        again = self.lock.verify_files(set(unreached), every_byte=self._every_byte)
+        again = self.published.verify_files(set(unreached), every_byte=self._every_byte)
         damaged |= {name: problem for name, problem, _ in again}
         if not damaged:
             name, (rank, problem) = min(unreached.items())
@@ -167,7 +167,7 @@ class OpenCheckpoint:
         Raises:
             CorruptCheckpointError: one does not.
         """
-        found = self.lock.verify_files(names, every_byte=False)
+        found = self.published.verify_files(names, every_byte=False)
         if found:
             raise self._damaged({name: problem for name, problem, _ in found})
 
@@ -187,40 +187,41 @@ def files_of_reader(index: int, count: int, files: Iterable[str], savers: int) -
 
 @contextlib.contextmanager
 def open_checkpoint(
-    path: Path, *, step: int | None, every_byte: bool, voter: Voter
+    lock: Lock, name: str, *, step: int | None, every_byte: bool, voter: Voter
 ) -> Iterator[OpenCheckpoint]:
-    """Collective: open the checkpoint at `path`; it does not change during the block.
+    """Collective: open a checkpoint; it does not change during the block.
 
     Args:
-        path: of the checkpoint.
+        lock: locks it.
+        name: of the checkpoint, for messages.
         step: that it must have; None accepts any.
         every_byte: verify checksums; else only the sizes of the files.
         voter: of the ranks that read it.
     """
     with contextlib.ExitStack() as stack:
         checked = "every byte" if every_byte else "sizes"
-        same = same_arguments(folder=path.name, verified=checked)
+        same = same_arguments(folder=name, verified=checked)
         error: BaseException | None = None
         try:
-            lock = stack.enter_context(releasing(read_lock(path)))
-            checkpoint = OpenCheckpoint(lock, step, voter, every_byte=every_byte)
+            published = stack.enter_context(lock())
+            checkpoint = OpenCheckpoint(published, lock, step, voter, every_byte=every_byte)
             # Another checkpoint may have taken the name between two ranks' calls.
-            same = same_arguments(folder=path.name, verified=checked, checksum=checkpoint.checksum)
+            same = same_arguments(folder=name, verified=checked, checksum=checkpoint.checksum)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        voter.vote(error, what=f"opening {path.name}", same=same)
+        voter.vote(error, what=f"opening {name}", same=same)
         yield checkpoint
 
 
-def read_lock(path: Path) -> CheckpointReadLock:
-    """A lock that keeps the checkpoint at `path` from being removed or replaced.
+def open_folder(path: Path) -> DiskFolder:
+    """Lock the checkpoint at `path`, in whatever root.
 
     Raises:
         NotFoundError: there is none, or it is still being written.
     """
     if path.name.startswith(".") or path.is_symlink() or not is_file(path / MANIFEST):
         raise NotFoundError(errno.ENOENT, f"{path} {_why_none(path)}", str(path))
-    return CheckpointReadLock(path)
+    return DiskFolder(_native.CheckpointReadLock(path))
 
 
 def _why_none(path: Path) -> str:
