@@ -2,7 +2,7 @@
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_packing::balance::{Cost, balanced_parts, micro_batches};
-use tundish_packing::inputs::RandomState;
+use tundish_packing::shuffle::RandomState;
 use tundish_packing::{Integers, NoProgress};
 
 const MAX_TOKENS: u64 = 32_768;

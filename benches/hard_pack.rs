@@ -1,7 +1,7 @@
 //! Hard packing in the core: nanoseconds a sample, order given and checked, in memory and published.
 
 use criterion::{BatchSize, BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::{Integers, NoProgress, PackRequest, Packer};
 
 mod distributions;

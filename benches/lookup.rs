@@ -1,8 +1,9 @@
 //! Look-ups in batches of 1024 random packs: nanoseconds a pack.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use tundish_packing::inputs::{RandomState, SampleOrder};
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::lookup;
+use tundish_packing::shuffle::RandomState;
 use tundish_packing::{Integers, NoProgress, PackRequest, Packer};
 
 #[allow(dead_code)]

@@ -2,7 +2,7 @@
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_packing::NoProgress;
-use tundish_packing::inputs::RandomState;
+use tundish_packing::shuffle::RandomState;
 
 fn shuffle(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("shuffle");

@@ -1,7 +1,7 @@
 //! Packing whole samples in the core: nanoseconds a sample, all arrays in memory. Samples are no longer than a pack.
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::{Integers, Mode, NoProgress, PackRequest, Packer, Plan};
 
 mod distributions;

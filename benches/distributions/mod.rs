@@ -1,7 +1,7 @@
 //! Inputs of the benches: lengths of text and of chat samples, and random orders.
 
 use tundish_packing::NoProgress;
-use tundish_packing::inputs::RandomState;
+use tundish_packing::shuffle::RandomState;
 
 /// A distribution of sample lengths, lognormal, in tokens, clipped to 1 … 32768.
 #[derive(Clone, Copy, Debug)]

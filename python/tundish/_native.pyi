@@ -31,7 +31,7 @@ __all__ = [
     "ShardView",
     "ShardWriter",
     "SharedSegment",
-    "StreamWindow",
+    "StreamPacker",
     "TaskQueue",
     "TensorBuilder",
     "TensorCopy",
@@ -50,7 +50,6 @@ __all__ = [
     "open_checkpoints_readonly",
     "open_plan",
     "pack",
-    "pack_options",
     "pack_to_folder",
     "plan_fingerprint",
     "replace_file",
@@ -84,7 +83,6 @@ def pack_to_folder(
     request: dict[str, Any], target: _Path, progress: _Progress | None = None, expected: str | None = None
 ) -> str: ...
 def plan_fingerprint(request: dict[str, Any], progress: _Progress | None = None) -> str: ...
-def pack_options(request: dict[str, Any]) -> str: ...
 def open_plan(
     path: _Path, progress: _Progress | None = None
 ) -> tuple[str, tuple[NDArray[Any], ...], PlanChecks]: ...
@@ -100,9 +98,11 @@ class AtomicFolder:
     def abandon(self) -> None: ...
 
 @final
-class StreamWindow:
-    def __new__(cls, window: int, max_length: int, max_samples: int | None, align: int) -> StreamWindow: ...
-    def place(self, tokens: int) -> int: ...
+class StreamPacker:
+    def __new__(cls, request: dict[str, Any]) -> StreamPacker: ...
+    def options(self) -> str: ...
+    def closed(self) -> int: ...
+    def place(self, sample: int, tokens: int) -> list[tuple[int, int, int]]: ...
     def reopen(self, first: int, packs: Sequence[Sequence[int]]) -> None: ...
 
 def balanced_parts(

@@ -10,7 +10,7 @@ label of each piece's first token is -100, so that rows are right under any coll
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +42,8 @@ _STREAM_STRATEGIES: dict[str, dict[str, Any]] = {
 # TRL's padding-free collator reads the lengths of the pieces under this name.
 _SEQ_LENGTHS = "seq_lengths"
 _IGNORED_LABEL = -100
+# The options of `PackedDataset`.
+_ITEM_OPTIONS = ("pad_token_id", "columns", "sample_columns", "positions")
 _COLUMNS = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", _SEQ_LENGTHS)
 
 
@@ -53,10 +55,6 @@ def pack_dataset(
     *,
     mode: str | None = None,
     seq_length: int | None = None,
-    pad_token_id: int | None = None,
-    columns: Mapping[str, bool | int | float] | None = None,
-    sample_columns: Sequence[str] | None = None,
-    positions: Callable[[dict[str, Any]], Any] | None = None,
     **options: Any,
 ) -> Any:
     """Return packs as a Hugging Face `Dataset`, which reads a pack when its row is asked for.
@@ -88,11 +86,8 @@ def pack_dataset(
         map_kwargs: Has no effect, because nothing is mapped.
         mode: As in `td.pack`, but by default "best_fit", and "ordered" of a stream.
         seq_length: TRL's name of `max_length`.
-        pad_token_id: As in `td.PackedDataset`.
-        columns: As in `td.PackedDataset`.
-        sample_columns: As in `td.PackedDataset`.
-        positions: As in `td.PackedDataset`.
-        **options: Further arguments of `td.pack`, for example `seed`, `overlong` or `cache_dir`; of a stream, those of
+        **options: `pad_token_id`, `columns`, `sample_columns` and `positions` of `td.PackedDataset`, and further
+            arguments of `td.pack`, for example `seed`, `overlong` or `cache_dir`; of a stream, those of
             `td.PackedStream`.
 
     Returns:
@@ -119,9 +114,8 @@ def pack_dataset(
         import datasets
     except ImportError:
         missing_extra("hf", "datasets", "pack_dataset")
-    named: dict[str, Any] = {"pad_token_id": pad_token_id, "columns": columns}
-    named |= {"sample_columns": sample_columns, "positions": positions}
-    named = {name: value for name, value in named.items() if value is not None}
+    found = {name: options.pop(name, None) for name in _ITEM_OPTIONS}
+    named = {name: value for name, value in found.items() if value is not None}
     if isinstance(dataset, PackedDataset):
         given = {"max_length": max_length, "strategy": strategy, "mode": mode, "seq_length": seq_length}
         _refuse_given({**given, **named, **options})

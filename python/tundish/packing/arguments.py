@@ -52,6 +52,9 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
         >>> as_integer_array([3, 5], "lengths")
         array([3, 5])
     """
+    if type(values) is np.ndarray and values.base is None and values.ndim == 1 and values.dtype.kind in "iu":
+        # An array that owns its memory is in no mapped file.
+        return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
     package = type(values).__module__.partition(".")[0]
     if package == "datasets" and type(values).__name__ == "Column":
         # `dataset["length"]`: reading each entry is a query of its own, reading all of them is one.
@@ -205,10 +208,6 @@ def _is_one_dimensional(value: Any) -> bool:
         return False
 
 
-# A larger number is a typing error: no machine that this runs on has as many processors.
-MOST_THREADS = 512
-
-
 def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
     """`value` as an int in `smallest` … `largest`; booleans are refused."""
     if isinstance(value, bool):
@@ -225,11 +224,6 @@ def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
 def as_optional_integer(value: Any, name: str, smallest: int, largest: int) -> int | None:
     """`value` as `as_integer` gives it; None stays None."""
     return None if value is None else as_integer(value, name, smallest, largest)
-
-
-def as_threads(threads: Any) -> int | None:
-    """The argument `threads`: None, or 1 … `MOST_THREADS`."""
-    return as_optional_integer(threads, "threads", 1, MOST_THREADS)
 
 
 def check_flag(value: Any, name: str) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from tundish.errors import InvalidTypeError
 from tundish.packing.arguments import as_integer_array
 from tundish.packing.planning import pack
 from tundish.packing.plot import (
@@ -23,6 +24,13 @@ from tundish.packing.plot import (
 )
 
 MODES = ("hard", "best_fit", "ordered", "sequential")
+# The options, and the modes that take them.
+_WHOLE = ("best_fit", "ordered", "sequential")
+_OPTIONS = {
+    **dict.fromkeys(("seed", "threads", "progress"), MODES),
+    **dict.fromkeys(("overlong", "max_samples", "align", "costs", "max_cost"), _WHOLE),
+    "window": ("ordered",),
+}
 # The statistics of a plan that a comparison shows.
 SHOWN = ("packs", "fill", "samples_cut", "samples_overlong", "tokens_dropped", "padding")
 
@@ -31,16 +39,8 @@ def compare(
     lengths: Any,
     max_length: int,
     *,
-    overlong: str = "split",
-    window: int | None = None,
-    max_samples: int | None = None,
-    align: int = 1,
-    costs: Any = None,
-    max_cost: int | None = None,
-    seed: int | None = None,
-    threads: int | None = None,
-    progress: bool | None = None,
     plot: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> dict[str, dict[str, int | float]]:
     """Pack the lengths in every mode, and tell what each costs.
 
@@ -49,16 +49,9 @@ def compare(
     Args:
         lengths: As `tundish.pack` takes them.
         max_length: As in `tundish.pack`; below 2**25 with the default window of "ordered".
-        overlong: As in `tundish.pack`, for the modes of whole samples.
-        window: As in `tundish.pack`, for "ordered".
-        max_samples: As in `tundish.pack`, for the modes of whole samples.
-        align: As in `tundish.pack`, for the modes of whole samples.
-        costs: As in `tundish.pack`, for the modes of whole samples; with `overlong` other than "split".
-        max_cost: As in `tundish.pack`, for the modes of whole samples.
-        seed: As in `tundish.pack`.
-        threads: As in `tundish.pack`.
-        progress: As in `tundish.pack`.
         plot: Draw the table to this file, too: `.png`, `.svg` or `.pdf`.
+        **options: `overlong`, `window`, `max_samples`, `align`, `costs`, `max_cost`, `seed`, `threads` and `progress`,
+            as in `tundish.pack`; each mode gets those that it takes. `overlong` is "split" by default.
 
     Returns:
         By mode: packs, fill, samples_cut, samples_overlong, tokens_dropped and padding, as `PackPlan.stats` counts
@@ -74,16 +67,14 @@ def compare(
     """
     target = None if plot is None else as_picture_path(plot)
     array = as_integer_array(lengths, "lengths")
-    shared: dict[str, Any] = {"seed": seed, "threads": threads, "progress": progress}
-    whole: dict[str, Any] = {"overlong": overlong, "max_samples": max_samples, "align": align}
-    whole |= {"costs": costs, "max_cost": max_cost}
+    for name in options.keys() - _OPTIONS.keys():
+        raise InvalidTypeError(f"there is no option {name:.100}; the options are {', '.join(_OPTIONS)}")
+    options = {"overlong": "split", **options}
     table = {}
     for mode in MODES:
-        options = {} if mode == "hard" else whole
-        if mode == "ordered":
-            options = {**whole, "window": window}
+        taken = {name: value for name, value in options.items() if mode in _OPTIONS[name]}
         start = time.perf_counter()
-        packed = pack(array, max_length, mode=mode, **shared, **options)
+        packed = pack(array, max_length, mode=mode, **taken)
         seconds = time.perf_counter() - start
         stats = packed.stats()
         del packed

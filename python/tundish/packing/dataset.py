@@ -6,6 +6,7 @@ read once for all packs of a batch.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 import os
@@ -294,7 +295,8 @@ class _PackReader:
         tokens = np.array([len(sample.tokens) for sample in samples])
         stops = np.where(found.stop < 0, tokens, found.stop)
         self._check_pieces(packs, found, tokens, stops)
-        self._check_totals(packs, found, stops - found.start)
+        if not self._plan.has_lengths:
+            self._check_totals(packs, found, stops - found.start)
         starts, ends = found.start.tolist(), stops.tolist()
         parts = itertools.starmap(slice, itertools.pairwise(found.piece_cu.tolist()))
         return [
@@ -308,25 +310,21 @@ class _PackReader:
             PlanMismatchError: A dataset or sample does not exist; only a damaged plan names one.
         """
         counts, offsets = self._counts, self._offsets
-        if self._plan.global_pack:
-            # Of a sample that does not exist, the message names the last dataset.
-            dataset = np.full(len(found.sample), len(counts) - 1)
-            offset: Any = offsets[-1]
+        if self._plan.global_pack or len(counts) == 1:
+            # The samples of one stream, whose packs are all of dataset 0.
             keys = found.sample
-            known = offset + counts[-1]
+            is_known = (keys < offsets[-1] + counts[-1]) & (not found.dataset_id.any())
         else:
             dataset = found.dataset_id.repeat(np.diff(found.piece_cu))
             there = np.minimum(dataset, len(counts) - 1)
-            offset = 0
             keys = offsets[there] + found.sample
-            known = np.where(dataset < len(counts), counts[there], 0)
-        wrong = found.sample >= known
-        if wrong.any():
-            piece = int(wrong.argmax())
+            is_known = (dataset == there) & (found.sample < counts[there])
+        if not is_known.all():
+            piece = int(is_known.argmin())
+            row = _row_of(found, piece)
             raise PlanMismatchError(
-                f"pack {_pack_of(packs, found, piece)} takes sample {found.sample[piece] - offset} of dataset "
-                f"{dataset[piece]}, and the datasets have {list(self._plan.num_samples[:8])} samples: the plan is "
-                "damaged, make it again"
+                f"pack {packs[row]} takes sample {found.sample[piece]} of dataset {found.dataset_id[row]}, and the "
+                f"datasets have {list(self._plan.num_samples[:8])} samples: the plan is damaged, make it again"
             )
         return keys
 
@@ -335,7 +333,7 @@ class _PackReader:
         distinct = sorted(set(keys))
         samples: dict[int, Sample] = {}
         # The keys of a dataset follow each other.
-        bounds = [*np.searchsorted(distinct, self._offsets).tolist(), len(distinct)]
+        bounds = [*(bisect.bisect_left(distinct, offset) for offset in self._offsets.tolist()), len(distinct)]
         for number, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 continue
@@ -348,7 +346,7 @@ class _PackReader:
                 actual = [len(sample.tokens) for sample in read]
                 if actual != planned:
                     wrong = next(place for place, length in enumerate(actual) if length != planned[place])
-                    pack = _pack_of(packs, found, keys.index(own[wrong]))
+                    pack = packs[_row_of(found, keys.index(own[wrong]))]
                     raise PlanMismatchError(
                         f"sample {wanted[wrong]} of dataset {number} has {actual[wrong]} tokens, the plan was made "
                         f"for {planned[wrong]} (pack {pack}): plan the samples as they are now"
@@ -440,10 +438,6 @@ class _PackReader:
 def _row_of(found: PackBatch, piece: int) -> int:
     """Which of the packs a piece is in."""
     return int(np.searchsorted(found.piece_cu, piece, side="right")) - 1
-
-
-def _pack_of(packs: list[int], found: PackBatch, piece: int) -> int:
-    return packs[_row_of(found, piece)]
 
 
 # ---- What a dataset may be ----

@@ -118,7 +118,7 @@ def export(
     given = {"samples": samples, "paths": paths, "order": order, "pack_order": pack_order, "prefix": prefix}
     _check_use(format, given)
     folder = as_new_folder(path, "path")
-    taken = None if pack_order is None else as_pack_order(pack_order, len(plan), "plan")
+    taken = None if pack_order is None else _as_pack_order(pack_order, len(plan))
     if format == "xtuner-preset":
         names = _as_paths(paths, len(plan.num_samples))
         with NewFolder(folder) as files:
@@ -146,14 +146,13 @@ def _check_use(format: str, given: dict[str, Any]) -> None:  # noqa: A002 (as ab
         raise InvalidInputError(f"format {format!r} needs {required}=: {what}")
 
 
-def as_pack_order(pack_order: Any, packs: int, what: str) -> IntegerArray:
-    """The argument `pack_order` for a plan, or for `what` messages call it, of so many packs."""
+def _as_pack_order(pack_order: Any, packs: int) -> IntegerArray:
     taken = as_integer_array(pack_order, "pack_order")
     wrong = (taken < 0) | (taken >= packs)
     if wrong.any():
         place = int(wrong.argmax())
         raise InvalidInputError(
-            f"pack_order has {taken[place]} at position {place}, and the {what} has {packs} packs, from 0 on"
+            f"pack_order has {taken[place]} at position {place}, and the plan has {packs} packs, from 0 on"
         )
     return taken
 

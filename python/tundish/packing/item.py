@@ -130,8 +130,8 @@ class ItemBuilder:
                 item[key] = collected(values)
         return item
 
-    def detached(self, sample: Sample, stop: int) -> Sample:
-        """The tokens before `stop` of a sample in memory of their own, in the form that items have.
+    def detached(self, sample: Sample, start: int, stop: int) -> Sample:
+        """The tokens `start` … `stop` - 1 of a sample in memory of their own, in the form that items have.
 
         Returns:
             A sample of these tokens alone: `tokens` and `labels` int64, the columns in their dtypes. Masks are in the
@@ -140,17 +140,17 @@ class ItemBuilder:
         Raises:
             InvalidInputError: A mask, a constant or an id is refused.
         """
-        labels = tokens = _first_as_int64("input_ids", sample.tokens, sample, stop)
+        labels = tokens = _as_int64("input_ids", sample.tokens, sample, start, stop)
         if sample.labels is not sample.tokens:
-            labels = _first_as_int64("labels", sample.labels, sample, stop)
+            labels = _as_int64("labels", sample.labels, sample, start, stop)
         extras = sample.extras
         if extras is None:
             return Sample(tokens, labels, sample.dataset, sample.number)
         if extras.masks and labels is tokens:
             labels = tokens.copy()
-        whole, starts, stops = (sample,), (0,), (stop,)
-        _apply_masks(labels, whole, starts, stops)
-        kept = self._joined_columns(whole, starts, stops)
+        piece = (sample,), (start,), (stop,)
+        _apply_masks(labels, *piece)
+        kept = self._joined_columns(*piece)
         own = Extras({}, {}, kept, extras.values) if kept or extras.values else None
         return Sample(tokens, labels, sample.dataset, sample.number, own)
 
@@ -317,11 +317,11 @@ def _joined(
     return values
 
 
-def _first_as_int64(key: str, values: NDArray[Any], sample: Sample, stop: int) -> NDArray[np.int64]:
+def _as_int64(key: str, values: NDArray[Any], sample: Sample, start: int, stop: int) -> NDArray[np.int64]:
     if values.dtype.kind == "i":
         # All values fit, and `_joined`, which checks that, takes four times as long.
-        return values[:stop].astype(np.int64)
-    return _joined(key, (values,), (sample,), (0,), (stop,))
+        return values[start:stop].astype(np.int64)
+    return _joined(key, (values,), (sample,), (start,), (stop,))
 
 
 def _apply_masks(

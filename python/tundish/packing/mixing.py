@@ -12,7 +12,7 @@ import json
 import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self, overload
 
@@ -374,7 +374,11 @@ class PackMix:
         Returns:
             The number of packs, all at the beginning; None if this mix was not resumed from it.
         """
-        return self._parameters.packs_in_common(fingerprint)
+        parameters = self._parameters
+        for number in range(1, len(parameters.stages)):
+            if replace(parameters, stages=parameters.stages[:number]).fingerprint == fingerprint:
+                return parameters.stages[number].start
+        return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the mix to the file `path`, as JSON: whole and durable, or not at all.
@@ -402,7 +406,7 @@ class PackMix:
             text = {
                 "format_version": FORMAT_VERSION,
                 "fingerprint": self.fingerprint,
-                **self._parameters.as_json(),
+                **asdict(self._parameters),
             }
             _native.replace_file(file, (json.dumps(text, indent=2) + "\n").encode())
 
@@ -521,7 +525,7 @@ class MixParameters:
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits, a hash of all parameters."""
-        text = json.dumps([ORDER_VERSION, self.as_json()], sort_keys=True)
+        text = json.dumps([ORDER_VERSION, asdict(self)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def resumed(self, start: int, weights: tuple[float, ...]) -> MixParameters:
@@ -529,43 +533,19 @@ class MixParameters:
         kept = tuple(stage for stage in self.stages if stage.start < start)
         return replace(self, stages=(*kept, Stage(start, weights)))
 
-    def packs_in_common(self, fingerprint: str) -> int | None:
-        """The number of packs that this mix has in common with a mix that it was resumed from, or None."""
-        for number in range(1, len(self.stages)):
-            if replace(self, stages=self.stages[:number]).fingerprint == fingerprint:
-                return self.stages[number].start
-        return None
-
-    def as_json(self) -> dict[str, Any]:
-        """The parameters as JSON has them."""
-        return {
-            "plans": [plan._asdict() for plan in self.plans],
-            "seed": self.seed,
-            "exhausted": self.exhausted,
-            "epochs": self.epochs,
-            "num_packs": self.num_packs,
-            "stages": [{"start": stage.start, "weights": list(stage.weights)} for stage in self.stages],
-        }
-
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Self:
-        """The inverse of `as_json`.
+        """The parameters that `asdict` made a dict of, after a way through JSON.
 
         Raises:
             KeyError, TypeError, ValueError: Something is missing or of another type.
         """
-        return cls(
-            plans=tuple(
-                PlanIdentity(str(plan["fingerprint"]), int(plan["packs"])) for plan in value["plans"]
-            ),
-            seed=int(value["seed"]),
-            exhausted=str(value["exhausted"]),
-            epochs=None if value["epochs"] is None else int(value["epochs"]),
-            num_packs=None if value["num_packs"] is None else int(value["num_packs"]),
-            stages=tuple(
-                Stage(int(stage["start"]), tuple(map(float, stage["weights"]))) for stage in value["stages"]
-            ),
+        given = {field.name: value[field.name] for field in fields(cls)}
+        plans = tuple(PlanIdentity(str(fingerprint), int(packs)) for fingerprint, packs in given.pop("plans"))
+        stages = tuple(
+            Stage(int(start), tuple(map(float, weights))) for start, weights in given.pop("stages")
         )
+        return cls(plans=plans, stages=stages, **given)
 
 
 def _read(file: Path) -> MixParameters:

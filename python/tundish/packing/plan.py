@@ -38,7 +38,6 @@ from tundish.packing.arguments import (
     as_integer_array,
     as_length_arrays,
     as_new_folder,
-    as_threads,
     is_memory_map,
     truncated_file,
 )
@@ -592,9 +591,7 @@ class PackPlan:
         costed = None if costs is None else as_length_arrays(costs, single=single, name="costs")
         try:
             with ProgressLine("plan", progress) as line:
-                self._reader.verify(
-                    self._metadata_json, arrays, given, costed, as_threads(threads), line.callback
-                )
+                self._reader.verify(self._metadata_json, arrays, given, costed, threads, line.callback)
         except PlanMismatchError as error:
             if "an order was given" in str(error) or "costs were given" in str(error):
                 raise

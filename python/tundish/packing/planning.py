@@ -2,9 +2,9 @@
 
 Options go to the compiled module as they are given; it checks them before any work.
 
-Invariants: a plan is mapped whole or not at all. A plan that goes missing from a cache on the way is built again.
-Anything else that lies in its place stays as it is, and the error names it and says what to do. With `share`,
-everything that may fail on one rank runs within a vote, so that no rank waits for one that failed.
+Invariants: a plan is mapped whole or not at all. Anything else that lies in its place stays as it is, and the error
+names it and says what to do. With `share`, everything that may fail on one rank runs within a vote, so that no rank
+waits for one that failed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,6 @@ PathLike = str | os.PathLike[str]
 Request = dict[str, Any]
 # Receives the progress of long work: phase, done, total. An exception that it raises ends the work.
 Tick = Callable[[str, int, int], None]
-# Attempts to map a plan that somebody keeps removing.
-ATTEMPTS = 3
-# Seconds that removing a plan file by file may take.
-REMOVAL = 1.0
 # Seconds that ranks wait for one another to hash or map: far more than 10^9 samples take.
 TIMEOUT = 3600.0
 
@@ -196,11 +191,6 @@ def pack_datasets(
     *,
     global_pack: bool = False,
     costs: Any = None,
-    out: PathLike | None = None,
-    cache_dir: PathLike | None = None,
-    share: bool = False,
-    group: Any = None,
-    progress: bool | None = None,
     **options: Any,
 ) -> PackPlan:
     """Plan training sequences over several datasets.
@@ -215,14 +205,8 @@ def pack_datasets(
         max_length: As in `pack`.
         global_pack: Pack all datasets as one.
         costs: As in `pack`, a list with the costs of each dataset.
-        out: As in `pack`.
-        cache_dir: As in `pack`.
-        share: As in `pack`.
-        group: As in `pack`.
-        progress: As in `pack`.
-        **options: `mode`, `seed`, `drop_last`, `overlong`, `window`, `max_samples`, `align`, `max_cost`, `multiple_of`,
-            `remainder` and `threads`, as in `pack`. Each dataset has a tail and a window of its own. `multiple_of`
-            counts the packs of all datasets together.
+        **options: The other arguments of `pack`, but `order`. Each dataset has a tail and a window of its own.
+            `multiple_of` counts the packs of all datasets together.
 
     Returns:
         The plan, as `pack` returns it.
@@ -239,6 +223,8 @@ def pack_datasets(
     if "order" in options:
         raise InvalidTypeError("pack_datasets takes no order: give a seed, or pack one dataset")
 
+    places = {field.name: options.pop(field.name, field.default) for field in fields(_Destination)}
+
     def request() -> Request:
         return {
             "lengths": as_length_arrays(lengths, single=False),
@@ -248,18 +234,18 @@ def pack_datasets(
             **options,
         }
 
-    return _build(request, _Destination(out, cache_dir, share, group, progress))
+    return _build(request, _Destination(**places))
 
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
     """The arguments of `pack` that say where the plan ends up, as the caller gave them."""
 
-    out: PathLike | None
-    cache_dir: PathLike | None
-    share: bool
-    group: Any
-    progress: bool | None
+    out: PathLike | None = None
+    cache_dir: PathLike | None = None
+    share: bool = False
+    group: Any = None
+    progress: bool | None = None
 
     @property
     def is_collective(self) -> bool:
@@ -335,9 +321,10 @@ def publish_plan(request: Request, target: Path, tick: Tick | None, expected: st
         try:
             metadata = _native.pack_to_folder(request, target, tick, expected)
             return str(json.loads(metadata)["fingerprint"])
-        except AlreadyExistsError:
+        except AlreadyExistsError as error:
             if not path_exists(target / "plan.json"):
-                raise
+                reason = f"is no whole plan, and a plan cannot take its place: {error.strerror}; remove it"
+                raise AlreadyExistsError(errno.EEXIST, reason, str(target)) from error
     return expected or _native.plan_fingerprint(request, tick)
 
 
@@ -346,13 +333,22 @@ def map_plan(request: Request, destination: _Destination, expected: str, tick: T
 
     Raises:
         PlanFormatError: The plan is damaged; the message names the file.
-        NotFoundError: A part of it is missing and stays missing.
+        NotFoundError: A part of it is missing.
         AlreadyExistsError: The folder holds something else.
         StorageError: The cache cannot be created or read.
     """
     target = destination.folder(expected)
-    is_cached = destination.cache_dir is not None
-    plan = _cached_plan(request, target, expected, tick) if is_cached else map_existing_plan(target)
+    if destination.cache_dir is not None and not path_exists(target / "plan.json"):
+        _make_folder(target.parent)
+        # If another process publishes first, its plan is mapped.
+        publish_plan(request, target, tick, expected)
+    advice = f"to have it made again, remove {target} and make the same call"
+    try:
+        plan = PackPlan.load(target, progress=False)
+    except PlanFormatError as error:
+        raise PlanFormatError(f"{error}; {advice}") from error
+    except NotFoundError as error:
+        raise NotFoundError(error.errno, f"{error.strerror}; {advice}", error.filename) from error
     if plan.fingerprint != expected:
         raise AlreadyExistsError(
             errno.EEXIST,
@@ -361,45 +357,6 @@ def map_plan(request: Request, destination: _Destination, expected: str, tick: T
             str(target),
         )
     return plan.with_lengths(request["lengths"])
-
-
-def map_existing_plan(target: Path) -> PackPlan:
-    """Map the plan that lies at `target`."""
-    advice = f"to have it made again, remove {target} and make the same call"
-    try:
-        return PackPlan.load(target, progress=False)
-    except PlanFormatError as error:
-        raise PlanFormatError(f"{error}; {advice}") from error
-    except NotFoundError as error:
-        raise NotFoundError(error.errno, f"{error.strerror}; {advice}", error.filename) from error
-
-
-def _cached_plan(request: Request, target: Path, expected: str, tick: Tick | None) -> PackPlan:
-    """Map the plan at `target` in a cache.
-
-    If another process publishes first, its plan is mapped. A plan that is removed before it is mapped is built again;
-    once mapped, it stays readable.
-    """
-    for _ in range(ATTEMPTS):
-        missing = not path_exists(target / "plan.json")
-        if missing:
-            _make_folder(target.parent)
-        try:
-            if missing:
-                publish_plan(request, target, tick, expected)
-            return map_existing_plan(target)
-        except AlreadyExistsError as error:
-            if not _is_being_removed(target, request.get("overlong")):
-                reason = "is no whole plan, though it is named like one of this cache; remove it, and the plan is made"
-                raise AlreadyExistsError(errno.EEXIST, reason, str(target)) from error
-        except NotFoundError:
-            if not _is_being_removed(target, request.get("overlong")):
-                raise
-    raise NotFoundError(
-        errno.ENOENT,
-        f"was removed {ATTEMPTS} times before it could be mapped: keep clean-up jobs away from the cache_dir",
-        str(target),
-    )
 
 
 def _make_folder(cache: Path) -> None:
@@ -411,24 +368,6 @@ def _make_folder(cache: Path) -> None:
         ) from error
     except OSError as error:
         raise StorageError(error.errno, f"cannot make the cache_dir: {error.strerror}", str(cache)) from error
-
-
-def _is_being_removed(target: Path, overlong: str | None) -> bool:
-    """Wait until a plan that lacks a file is gone, or whole because it was built again; False if it stays."""
-    whole = {"plan.json", *(f"{field}.npy" for field in fields_of(overlong))}
-    deadline = time.monotonic() + REMOVAL
-    while True:
-        try:
-            files = {file.name for file in target.iterdir()}
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        if not files or files >= whole:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
 
 
 def _build_shared(request_of: Callable[[], Request], destination: _Destination) -> PackPlan:

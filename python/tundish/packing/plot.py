@@ -1,7 +1,7 @@
 """Plots a plan to a file.
 
-Invariants: the plan is read in slices, so that memory does not grow with it. A very large plan is estimated from evenly
-spread slices, and the plot says so. The user's own pyplot state is not used. The file appears complete and durable.
+Invariants: the plan is read in slices, so that memory does not grow with it. The user's own pyplot state is not used.
+The file appears complete and durable.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,6 @@ from tundish.errors import InvalidInputError, NotFoundError, missing_extra
 from tundish.packing.arguments import as_path
 from tundish.packing.plan_stats import PlanReader, pack_slices, plan_stats
 
-# Packs that are chosen or left out together.
-SLICE_PACKS = 1 << 16
-# Read at most about this many pieces; a picture made of more would look the same.
-MOST_PIECES = 1 << 26
 # Counts of pieces a pack from here on are one.
 LAST_BIN = 1 << 16
 FORMATS = (".png", ".svg", ".pdf")
@@ -41,7 +37,6 @@ class PlotCounts:
     """The counts that the plot shows.
 
     Attributes:
-        share: The part of the plan's packs that was read, 0 to 1.
         lengths: Samples by length, in bins of equal ratio (bin 0: empty samples). Of a plan that splits or truncates
             samples, pieces by their tokens. Packs by their longest piece if neither is known.
         pieces: Packs by their number of pieces.
@@ -49,7 +44,6 @@ class PlotCounts:
         padded: Tokens if each sample were padded to whole packs instead.
     """
 
-    share: float = 1.0
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(EDGES) - 1, np.int64))
     pieces: np.ndarray = field(default_factory=lambda: np.zeros(LAST_BIN + 1, np.int64))
     tokens: int = 0
@@ -98,26 +92,12 @@ def write_figure(target: Path, inches: tuple[float, float], draw: Callable[[Any]
     return target
 
 
-def count(plan: PlanReader, most_pieces: int = MOST_PIECES) -> PlotCounts:
-    """Count what the plot shows, reading at most about `most_pieces` pieces."""
+def count(plan: PlanReader) -> PlotCounts:
+    """Count what the plot shows."""
     counts = PlotCounts()
-    packs = len(plan)
-    read = 0
-    for first, stop in _chosen(packs, len(plan.indices), most_pieces):
-        for begin, end in pack_slices(plan, first, stop):
-            _count_slice(plan, begin, end, counts)
-        read += stop - first
-    counts.share = read / packs if packs else 1.0
+    for begin, end in pack_slices(plan, 0, len(plan)):
+        _count_slice(plan, begin, end, counts)
     return counts
-
-
-def _chosen(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, int]]:
-    """All packs, or evenly spread ones of a plan with more pieces than are read."""
-    total = math.ceil(packs / SLICE_PACKS)
-    chosen = total if pieces <= most_pieces else max(1, total * most_pieces // pieces)
-    for number in range(chosen):
-        first = number * total // chosen * SLICE_PACKS
-        yield first, min(first + SLICE_PACKS, packs)
 
 
 def _count_slice(plan: PlanReader, first: int, stop: int, counts: PlotCounts) -> None:
@@ -158,8 +138,6 @@ def _draw(figure: Any, plan: PlanReader, counts: PlotCounts) -> None:
         f"{stats['samples']:,} samples   ·   {short(stats['tokens'])} tokens   ·   {plan.mode} packing   ·   "
         f"seed {'none' if plan.seed is None else plan.seed}   ·   {plan.fingerprint[:12]}"
     )
-    if counts.share < 1:
-        line += f"   ·   estimated from {percent(counts.share)} of the packs"
     figure.text(0.07, 0.905, line, fontsize=11, color=SOFT)
     _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts)
     _draw_pieces(figure.add_subplot(grid[0, 1]), stats, counts)
@@ -179,7 +157,7 @@ def _draw_lengths(axes: Any, plan: PlanReader, counts: PlotCounts) -> None:
         return
     low, high = int(filled[0]), int(filled[-1]) + 1
     edges = EDGES[1 + low : 2 + high]
-    axes.stairs(counts.lengths[1 + low : 1 + high] / counts.share, edges, fill=True, color=BLUE)
+    axes.stairs(counts.lengths[1 + low : 1 + high], edges, fill=True, color=BLUE)
     axes.set_xscale("log", base=4 if high - low > 6 * BINS_A_DOUBLING else 2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.minorticks_off()
@@ -187,8 +165,7 @@ def _draw_lengths(axes: Any, plan: PlanReader, counts: PlotCounts) -> None:
     axes.set_xlim(edges[0] / 1.2, max(edges[-1], plan.max_length) * 1.2)
     _mark(axes, plan.max_length, f"pack length {plan.max_length:,} ", "right")
     if counts.lengths[0]:
-        empty = counts.lengths[0] / counts.share
-        _note(axes, f"and {empty:,.0f} empty samples")
+        _note(axes, f"and {counts.lengths[0]:,} empty samples")
 
 
 def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
@@ -203,7 +180,7 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     width = max(1, math.ceil(end / 60))
     edges = np.arange(0, end + width, width) + (1 if width == 1 else 0)
     sums = np.array([counts.pieces[low : low + width].sum() for low in edges[:-1]])
-    axes.stairs(sums / counts.share, edges - 0.5, fill=True, color=BLUE)
+    axes.stairs(sums, edges - 0.5, fill=True, color=BLUE)
     _headroom(axes)
     _mark(axes, mean, f" mean {mean:,.1f}", "left")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -248,7 +225,6 @@ def _draw_tokens(axes: Any, plan: PlanReader, stats: dict[str, Any], counts: Plo
         losses.append((padding, PALE, "padding"))
     rows: list[tuple[str, float, list[tuple[float, str, str]]]] = [("packed", packed, losses)]
     if counts.padded:
-        # The share is of the samples that were read; it stands for all.
         kept = stats["tokens"] if plan.mode == "hard" else packed
         rows.append(("padded", kept, [((counts.padded / counts.tokens - 1) * kept, PALE, "padding")]))
     widest = max(1.0, *(kept + sum(lost for lost, _, _ in losses) for _, kept, losses in rows))

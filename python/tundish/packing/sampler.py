@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from tundish.errors import (
 from tundish.packing.arguments import as_integer, check_flag
 from tundish.packing.mixing import PackMix
 from tundish.packing.plan import PackPlan
+from tundish.saved_states import check_state
 
 _Packs = NDArray[np.integer[Any]]
 
@@ -46,7 +47,7 @@ _Packs = NDArray[np.integer[Any]]
 # choice.
 _WINDOW_BATCHES = 64
 
-STATE_VERSION = 1
+_KIND, _VERSION = "PackedBatchSampler", 1
 LARGEST_SEED = 2**32 - 1
 # Packs a step of all ranks together. A larger number is a typing error, and would take the memory of the machine.
 LARGEST_GLOBAL_BATCH = 2**24
@@ -303,7 +304,7 @@ class PackedBatchSampler:
             [[2, 3], [4, 5]]
         """
         identity = self._identity()
-        _check_form(state, (*identity, "epoch", "step"))
+        check_state(state, _KIND, _VERSION, (*identity, "epoch", "step"))
         kept = self._packs_in_common(state)
         for key, mine in identity.items():
             theirs = _value_of_state(state, key, type(mine))
@@ -333,8 +334,8 @@ class PackedBatchSampler:
     def _identity(self) -> dict[str, Any]:
         """Everything that determines the order of global batches, except the epoch."""
         return {
-            "kind": "PackedBatchSampler",
-            "version": STATE_VERSION,
+            "kind": _KIND,
+            "version": _VERSION,
             "plan": self._plan.fingerprint,
             "packs": self._packs,
             "global_batch": self.global_batch,
@@ -367,149 +368,89 @@ class PackedBatchSampler:
         self._first_step = step
         self._newest = None
 
-    def _begin(self, steps: _Steps) -> _EpochOrder:
-        """Fix the epoch and the first step of an iterator when it draws its first batch."""
-        steps.first = steps.step = self._first_step
-        self._first_step = 0
+    def _begin(self, steps: _Steps) -> int:
+        """The first step of an iterator that draws its first batch."""
+        first, self._first_step = self._first_step, 0
         self._newest = steps
-        return _EpochOrder(
-            packs=self._packs,
-            global_batch=self.global_batch,
-            steps=self._steps,
-            seed=self.seed,
-            epoch=self._epoch,
-            shuffle=self.shuffle,
-            longest=self._plan.longest
-            if isinstance(self._plan, PackPlan) and self.group_by_longest
-            else None,
-        )
-
-
-class _EpochOrder:
-    """Global batches of `global_batch` packs, `steps` of them.
-
-    The packs are shuffled (or stay as they are) and repeated from the start as often as the steps take.
-    With `longest` given, each window of 64 global batches is sorted by it and cut into global batches. These are
-    then shuffled within the window, and so are the packs within each.
-
-    Args:
-        packs: Number of packs.
-        global_batch: Packs a step.
-        steps: Global batches of the epoch.
-        seed, epoch: Seeds of the draws, each in 0 … 2³² − 1.
-        shuffle: Whether the packs are shuffled.
-        longest: Longest piece of each pack, (packs,), or None.
-    """
-
-    def __init__(
-        self,
-        *,
-        packs: int,
-        global_batch: int,
-        steps: int,
-        seed: int,
-        epoch: int,
-        shuffle: bool,
-        longest: _Packs | None,
-    ) -> None:
-        self._packs = packs
-        self._global_batch = global_batch
-        self._steps = steps
-        self._draws = (seed, epoch)
-        self._shuffle = shuffle
-        self._longest = longest
-        self._order: _Packs | None = None
-        self._window: tuple[int, _Packs] | None = None
-
-    def global_batch(self, step: int) -> list[int]:
-        """The packs of a step."""
-        if self._longest is None:
-            batch = self._ordered(step * self._global_batch, (step + 1) * self._global_batch)
-        else:
-            number, row = divmod(step, _WINDOW_BATCHES)
-            if self._window is None or self._window[0] != number:
-                self._window = number, self._grouped(number, self._longest)
-            batch = self._window[1][row]
-        return batch.tolist()  # type: ignore[no-any-return]
-
-    def release(self) -> None:
-        """Free the memory; the next call of `global_batch` draws the order again."""
-        self._order = self._window = None
-
-    def _ordered(self, start: int, stop: int) -> _Packs:
-        """The packs at the positions from `start` to `stop` in the order, which repeats from its beginning."""
-        positions = np.arange(start, stop, dtype=np.int64) % self._packs
-        if not self._shuffle:
-            return positions
-        if self._order is None:
-            self._order = _native.shuffled_indices(self._packs, *self._draws)
-        return self._order[positions]
-
-    def _grouped(self, number: int, longest: _Packs) -> _Packs:
-        """The packs of window `number`, one row for each global batch.
-
-        An example of two batches of two packs, with longest pieces of 9, 1, 8 and 2 tokens. Sorted and cut, they are
-        `[1 2] [8 9]`. The batches are shuffled: `[8 9] [1 2]`. Each batch is shuffled: `[9 8] [1 2]`.
-        """
-        first = number * _WINDOW_BATCHES
-        batches = min(_WINDOW_BATCHES, self._steps - first)
-        packs = self._ordered(first * self._global_batch, (first + batches) * self._global_batch)
-        packs = packs[np.argsort(longest[packs], kind="stable")].reshape(batches, self._global_batch)
-        # A stream of its own for each window: a resume then needs the draws of no window before it.
-        draws = np.random.RandomState((*self._draws, number))
-        packs = packs[draws.permutation(batches)]
-        # Without this the last rank would always have the longest packs of the step.
-        within = np.argsort(draws.random_sample(packs.shape), axis=1, kind="stable")
-        return np.take_along_axis(packs, within, axis=1)
+        return first
 
 
 class _Steps:
-    """Iterates over the steps of an epoch from `first` on; `step` is the next one."""
+    """Iterates over this rank's steps of an epoch.
+
+    The packs are shuffled (or stay as they are) and repeated from the start as often as the steps take. With
+    `group_by_longest`, each window of 64 global batches is sorted by the longest piece and cut into global batches.
+    These are then shuffled within the window, and so are the packs within each.
+
+    Attributes:
+        first: The step that it began with.
+        step: The next step.
+    """
 
     def __init__(self, sampler: PackedBatchSampler) -> None:
         self.first = self.step = 0
         self._sampler = sampler
-        self._order: _EpochOrder | None = None
+        # The seed and the epoch, once it has begun.
+        self._draws: tuple[int, int] | None = None
+        self._order: _Packs | None = None
+        self._window: tuple[int, _Packs] | None = None
 
     def __iter__(self) -> _Steps:
         return self
 
     def __next__(self) -> list[int]:
         sampler = self._sampler
-        if self._order is None:
+        if self._draws is None:
             # Not before the first draw: a DataLoader with workers makes two iterators and draws from one.
-            self._order = sampler._begin(self)
+            self.first = self.step = sampler._begin(self)
+            self._draws = sampler.seed, sampler.epoch
         if self.step >= len(sampler):
-            self._order.release()
+            # Frees the memory.
+            self._order = self._window = None
             raise StopIteration
-        packs = self._order.global_batch(self.step)
+        packs = self._global_batch(self.step, self._draws)
         self.step += 1
         start = sampler.rank * sampler.batch_size
-        return packs[start : start + sampler.batch_size]
+        return packs[start : start + sampler.batch_size].tolist()  # type: ignore[no-any-return]
 
+    def _global_batch(self, step: int, draws: tuple[int, int]) -> _Packs:
+        size = self._sampler.global_batch
+        if not self._sampler.group_by_longest:
+            return self._ordered(step * size, (step + 1) * size, draws)
+        number, row = divmod(step, _WINDOW_BATCHES)
+        if self._window is None or self._window[0] != number:
+            self._window = number, self._grouped(number, draws)
+        return self._window[1][row]  # type: ignore[no-any-return]
 
-def _check_form(state: Any, keys: Iterable[str]) -> None:
-    """Refuse what is no state of this class and version, and a state without one of `keys`."""
-    if not isinstance(state, Mapping):
-        raise StateMismatchError(f"state is {format_type(state)}: give what state_dict() returned")
-    if state.get("kind") != "PackedBatchSampler":
-        names = ", ".join(map(str, state)) or "none"
-        found = (
-            f"its 'kind' is {state['kind']!r:.100}"
-            if "kind" in state
-            else f"it has no 'kind' (keys: {names:.200})"
-        )
-        raise StateMismatchError(
-            f"this is not the state of a PackedBatchSampler: {found}; pass what its state_dict() returned"
-        )
-    if state.get("version") != STATE_VERSION:
-        raise StateMismatchError(
-            f"the state has version {state.get('version')!r}, this release of tundish reads "
-            f"{STATE_VERSION}: load it with the release that saved it"
-        )
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise StateMismatchError(f"the sampler's state lacks {', '.join(missing)}: it was cut or edited")
+    def _ordered(self, start: int, stop: int, draws: tuple[int, int]) -> _Packs:
+        """The packs at the positions from `start` to `stop` in the order, which repeats from its beginning."""
+        packs = len(self._sampler._plan)
+        positions = np.arange(start, stop, dtype=np.int64) % packs
+        if not self._sampler.shuffle:
+            return positions
+        if self._order is None:
+            self._order = _native.shuffled_indices(packs, *draws)
+        return self._order[positions]
+
+    def _grouped(self, number: int, draws: tuple[int, int]) -> _Packs:
+        """The packs of window `number`, one row for each global batch.
+
+        An example of two batches of two packs, with longest pieces of 9, 1, 8 and 2 tokens. Sorted and cut, they are
+        `[1 2] [8 9]`. The batches are shuffled: `[8 9] [1 2]`. Each batch is shuffled: `[9 8] [1 2]`.
+        """
+        size = self._sampler.global_batch
+        # Packs of a mix are not grouped.
+        plan: Any = self._sampler._plan
+        first = number * _WINDOW_BATCHES
+        batches = min(_WINDOW_BATCHES, len(self._sampler) - first)
+        packs = self._ordered(first * size, (first + batches) * size, draws)
+        packs = packs[np.argsort(plan.longest[packs], kind="stable")].reshape(batches, size)
+        # A stream of its own for each window: a resume then needs the draws of no window before it.
+        random = np.random.RandomState((*draws, number))
+        packs = packs[random.permutation(batches)]
+        # Without this the last rank would always have the longest packs of the step.
+        within = np.argsort(random.random_sample(packs.shape), axis=1, kind="stable")
+        return np.take_along_axis(packs, within, axis=1)
 
 
 def _value_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:

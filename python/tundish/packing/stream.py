@@ -2,7 +2,7 @@
 
 Invariants:
 1. Pack *i* is pack *i* of the plan that `pack` makes of the same lengths in the same order.
-2. The pieces of packs that are not given out own their memory. Nothing else of a sample is kept, but while it is cut.
+2. The pieces of packs that are not given out own their memory. Nothing else of a sample is kept.
 3. A state belongs to the packs that were given out: it changes only when an item is made, after all that may fail.
 4. A state is loaded completely or refused.
 """
@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import json
 import operator
@@ -27,7 +26,7 @@ from tundish import _native
 from tundish.errors import InvalidInputError, StateMismatchError, format_type
 from tundish.packing.arguments import as_integer
 from tundish.packing.item import ItemBuilder, Positions
-from tundish.packing.samples import Extras, Padding, Sample, SampleReader, dtype_of, name_sample
+from tundish.packing.samples import Extras, Padding, Sample, SampleReader, dtype_of
 from tundish.packing.stream_source import (
     SourceState,
     StreamReader,
@@ -37,6 +36,7 @@ from tundish.packing.stream_source import (
     is_stateful,
     passes_once,
 )
+from tundish.saved_states import check_state
 
 _KIND, _VERSION = "PackedStream", 1
 
@@ -124,8 +124,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         check_source(samples)
         self.samples = samples
         self._num_packs = None if num_packs is None else as_integer(num_packs, "num_packs", 1, 2**63 - 1)
-        self._options = _Options.checked(
-            max_length,
+        self._options = _checked_options(
+            max_length=max_length,
             mode=mode,
             window=window,
             overlong=overlong,
@@ -193,8 +193,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack that was given out.
 
-        It holds the open packs, the rest of the sample that is being cut, and how far the source is: its own state if
-        it has `state_dict` and `load_state_dict`, else the number of samples that it gave. With workers each worker
+        It holds the packs that were not given out, and how far the source is: its own state if it has `state_dict` and
+        `load_state_dict`, else the number of samples that it gave. With workers each worker
         has a state, which torchdata's `StatefulDataLoader` collects.
 
         After an error, the state leads to the sample that was refused, or the pack whose `positions` could not be made:
@@ -266,48 +266,57 @@ class _Iteration:
     def __init__(self, stream: PackedStream, start: _State) -> None:
         self._start = start
         self._reader = StreamReader(stream.samples, stream._reader, start.worker, start.source)
-        self._packer = _Packer(stream._options, start.packs)
+        self._packer = _packer_of(stream._options, start)
         self._builder = stream._builder
-        self._align = stream._options.align
+        self._align: int = stream._options["align"]
+        self._drop_last = bool(stream._options["drop_last"])
         self._num_packs = stream._num_packs
+        # Packs that were given out, and the pieces of those that were not, the oldest first.
+        self._given = start.given
+        self._packs = deque(list(pack) for pack in start.packs)
 
     def items(self) -> Iterator[dict[str, Any]]:
         own = _own_packs(self._num_packs, self._start.worker)
-        while own is None or self._packer.given < own:
-            pack = self._next_pack()
-            if pack is None:
+        while own is None or self._given < own:
+            if not self._close_a_pack():
                 if own is not None:
                     raise self._ended_early(own)
                 return
+            pack = self._packs[0]
             lengths = [len(piece.tokens) for piece in pack]
             item = self._builder.build(pack, [0] * len(pack), lengths, self._align)
             # Only now: positions may have failed, and a state taken then leads to this pack.
-            self._packer.give()
+            self._packs.popleft()
+            self._given += 1
             yield item
 
     def state(self) -> _State:
-        return self._start._replace(source=self._reader.state(), packs=self._packer.state())
+        packs = [list(pack) for pack in self._packs]
+        return self._start._replace(source=self._reader.state(), given=self._given, packs=packs)
 
-    def _next_pack(self) -> list[Sample] | None:
-        """The pieces of the oldest pack, when it is closed; None if no pack is left."""
-        packer = self._packer
-        while (pack := packer.closed()) is None:
-            if packer.place():
-                continue
+    def _close_a_pack(self) -> bool:
+        """Read samples until the oldest pack takes no more, or none is left; False if there is no pack to give out."""
+        while self._packer.closed() <= self._given:
             sample = self._reader.next()
             if sample is None:
-                return packer.last()
-            if end := packer.tokens_of(sample):
-                packer.begin(self._builder.detached(sample, end))
+                # Only hard packing has drop_last, and only its last pack may be short.
+                return bool(self._packs) and not self._drop_last
+            placed = self._packer.place(sample.number, len(sample.tokens))
+            # All pieces first: if one is refused, none is in a pack.
+            pieces = [self._builder.detached(sample, start, stop) for _, start, stop in placed]
+            for (pack, _, _), piece in zip(placed, pieces, strict=True):
+                while pack - self._given >= len(self._packs):
+                    self._packs.append([])
+                self._packs[pack - self._given].append(piece)
             self._reader.take()
-        return pack
+        return True
 
     def _ended_early(self, own: int) -> InvalidInputError:
         worker, where = self._start.worker, ""
         if worker is not None:
             where = f" in worker {worker.number} of {worker.total}, which is to give {own}"
         return InvalidInputError(
-            f"the source ended after {self._packer.given} packs{where}, and num_packs is {self._num_packs}: lower "
+            f"the source ended after {self._given} packs{where}, and num_packs is {self._num_packs}: lower "
             "num_packs, or give a source that begins again at its end, for example a Hugging Face stream with "
             "repeat(None)"
         )
@@ -324,188 +333,30 @@ def _place(worker: Worker | None) -> str:
     return "without workers" if worker is None else f"in worker {worker.number} of {worker.total}"
 
 
-# ---- Packs ----
+# The options that say how samples come into packs, as `pack` names them.
+_PACK_OPTIONS = ("mode", "max_length", "window", "overlong", "drop_last", "max_samples", "align")
 
 
-class _Packs(NamedTuple):
-    """What a pass through a stream holds between two packs.
+def _checked_options(**options: Any) -> dict[str, Any]:
+    """The options, as `pack` would complete them.
 
-    Attributes:
-        given: Packs that were given out.
-        packs: The pieces of each pack that was not, the oldest first.
-        rest: The tokens of the newest sample that no pack has, or None.
+    Raises:
+        InvalidTypeError: One is of the wrong type.
+        InvalidInputError: One is out of range, or the mode does not use it.
     """
-
-    given: int = 0
-    packs: Sequence[Sequence[Sample]] = ()
-    rest: Sample | None = None
+    complete = json.loads(_native.StreamPacker(options).options())
+    return {name: complete[name] for name in _PACK_OPTIONS}
 
 
-class _Packer:
-    """Puts pieces of samples into packs.
+def _packer_of(options: dict[str, Any], state: _State) -> _native.StreamPacker:
+    """A packer that goes on with the packs of a state.
 
-    Args:
-        options: How they come into packs.
-        start: The packs to go on with.
-
-    Attributes:
-        given: Packs that were given out.
+    Raises:
+        InvalidInputError: There can be no such packs.
     """
-
-    def __init__(self, options: _Options, start: _Packs) -> None:
-        self._options = options
-        self._window = options.new_window()
-        self._packs = deque(list(pack) for pack in start.packs)
-        self._rest = start.rest
-        self.given = start.given
-        lengths = [[len(piece.tokens) for piece in pack] for pack in self._packs]
-        # Tokens in the pack of hard packing.
-        self._filled = 0
-        if self._window is None:
-            self._filled = sum(map(sum, lengths))
-        else:
-            closed = max(0, len(lengths) - options.window)
-            self._window.reopen(self.given + closed, lengths[closed:])
-
-    def closed(self) -> list[Sample] | None:
-        """The oldest pack, if nothing can come into it any more."""
-        if self._window is None:
-            is_closed = self._filled == self._options.max_length
-        else:
-            is_closed = len(self._packs) > self._options.window
-        return self._packs[0] if is_closed else None
-
-    def last(self) -> list[Sample] | None:
-        """The oldest pack after the end of the samples; None if no pack is left."""
-        # Only hard packing has drop_last, and only its last pack may be short.
-        if not self._packs or self._options.drop_last:
-            return None
-        return self._packs[0]
-
-    def give(self) -> None:
-        """Count the oldest pack as given out."""
-        self._packs.popleft()
-        self._filled = 0
-        self.given += 1
-
-    def tokens_of(self, sample: Sample) -> int:
-        """How many tokens of a sample are packed.
-
-        Raises:
-            InvalidInputError: It is longer than a pack, and `overlong` is "error".
-        """
-        tokens, max_length = len(sample.tokens), self._options.max_length
-        if tokens <= max_length or self._options.mode == "hard":
-            return tokens
-        match self._options.overlong:
-            case "split":
-                return tokens
-            case "truncate":
-                return max_length
-            case "drop":
-                return 0
-        raise InvalidInputError(
-            f"{name_sample(sample.dataset, sample.number)} has {tokens} tokens, and max_length is {max_length}: pass "
-            f"overlong='split' to cut such samples into parts, overlong='truncate' to keep their first {max_length} "
-            "tokens, or overlong='drop' to leave them out"
-        )
-
-    def begin(self, sample: Sample) -> None:
-        """Take a sample, which owns its memory and is not empty; `place` puts it into packs."""
-        self._rest = sample
-
-    def place(self) -> bool:
-        """Put the next piece of the sample into its pack; False if nothing is left of the sample."""
-        rest = self._rest
-        if rest is None:
-            return False
-        tokens = min(len(rest.tokens), self._options.max_length - self._filled)
-        number = self.given
-        if self._window is None:
-            self._filled += tokens
-        else:
-            number = self._window.place(tokens)
-        if number - self.given == len(self._packs):
-            self._packs.append([])
-        pack = self._packs[number - self.given]
-        if tokens == len(rest.tokens):
-            pack.append(rest)
-            self._rest = None
-        else:
-            pack.append(_part(rest, 0, tokens, copies=True))
-            self._rest = _part(rest, tokens, len(rest.tokens), copies=False)
-        return True
-
-    def state(self) -> _Packs:
-        return _Packs(self.given, [list(pack) for pack in self._packs], self._rest)
-
-
-def _part(sample: Sample, start: int, stop: int, *, copies: bool) -> Sample:
-    """A part of a sample that owns its memory, as a view of it or as a copy."""
-
-    def part(array: NDArray[Any]) -> NDArray[Any]:
-        return array[start:stop].copy() if copies else array[start:stop]
-
-    tokens = part(sample.tokens)
-    labels = tokens if sample.labels is sample.tokens else part(sample.labels)
-    extras = sample.extras
-    if extras is not None:
-        extras = extras._replace(columns={key: part(column) for key, column in extras.columns.items()})
-    return Sample(tokens, labels, sample.dataset, sample.number, extras)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Options:
-    """How samples come into packs; the names are those of `pack`.
-
-    Attributes:
-        window: Packs that are open at once; 1 in all modes but "ordered".
-    """
-
-    mode: str
-    max_length: int
-    window: int
-    overlong: str
-    drop_last: bool
-    max_samples: int | None
-    align: int
-
-    @classmethod
-    def checked(cls, max_length: Any, *, mode: Any, **options: Any) -> _Options:
-        """The options, as `pack` would take them.
-
-        Raises:
-            InvalidTypeError: One is of the wrong type.
-            InvalidInputError: One is out of range, or the mode does not use it.
-        """
-        if mode == "best_fit":
-            raise InvalidInputError(
-                "mode 'best_fit' sorts all samples by length, and a stream gives one after the other: choose "
-                "mode='ordered', or plan the samples with td.pack"
-            )
-        complete: dict[str, Any] = json.loads(
-            _native.pack_options({"max_length": max_length, "mode": mode, **options})
-        )
-        # Options that the mode does not have are null.
-        defaults: dict[str, Any] = {"window": 1, "overlong": "error", "drop_last": False}
-        names = [field.name for field in dataclasses.fields(cls)]
-        found: dict[str, Any] = {
-            name: defaults.get(name) if complete[name] is None else complete[name] for name in names
-        }
-        made = cls(**found)
-        # Refused here, and not when samples come.
-        made.new_window()
-        return made
-
-    def new_window(self) -> _native.StreamWindow | None:
-        """A window without packs; None for hard packing, which has one open pack.
-
-        Raises:
-            InvalidInputError: So many packs cannot be open at once.
-        """
-        if self.mode == "hard":
-            return None
-        return _native.StreamWindow(self.window, self.max_length, self.max_samples, self.align)
+    packer = _native.StreamPacker(options)
+    packer.reopen(state.given, [[len(piece.tokens) for piece in pack] for pack in state.packs])
+    return packer
 
 
 # ---- The state as a dict ----
@@ -518,20 +369,19 @@ class _State(NamedTuple):
         worker: The worker of a `DataLoader` that packs.
         epoch: The epoch that the source says it is in.
         source: How far the source is.
-        packs: The packs that were not given out.
+        given: Packs that were given out.
+        packs: The pieces of each pack that was not, the oldest first.
     """
 
     worker: Worker | None
     epoch: int | None
     source: SourceState = SourceState()
-    packs: _Packs = _Packs()
+    given: int = 0
+    packs: Sequence[Sequence[Sample]] = ()
 
-    def to_dict(self, options: _Options, reader: SampleReader) -> dict[str, Any]:
+    def to_dict(self, options: dict[str, Any], reader: SampleReader) -> dict[str, Any]:
         """The state as `from_dict` takes it."""
-        given, packs, rest = self.packs
-        pieces = [piece for pack in packs for piece in pack]
-        if rest is not None:
-            pieces.append(rest)
+        pieces = [piece for pack in self.packs for piece in pack]
         return {
             "kind": _KIND,
             "version": _VERSION,
@@ -542,35 +392,29 @@ class _State(NamedTuple):
             "is_exhausted": self.source.is_exhausted,
             "source": copy.deepcopy(self.source.state),
             "source_samples": self.source.state_samples,
-            "packs": given,
-            "pieces_of_open_packs": [len(pack) for pack in packs],
-            "has_rest": rest is not None,
+            "packs": self.given,
+            "pieces_of_open_packs": [len(pack) for pack in self.packs],
             "pieces": _as_tensors(pieces, reader.columns, reader.sample_columns),
         }
 
     @classmethod
-    def from_dict(cls, state: Any, options: _Options, reader: SampleReader) -> _State:
+    def from_dict(cls, state: Any, options: dict[str, Any], reader: SampleReader) -> _State:
         """The state that `to_dict` made a dict of.
 
         Raises:
             StateMismatchError: It is another dict, or of a stream with other options.
         """
-        _check_kind(state)
+        check_state(state, _KIND, _VERSION)
         try:
             _check_options(state["options"], _options_dict(options, reader))
             worker = state["worker"]
             pieces = _as_pieces(state["pieces"])
-            rest = pieces.pop() if state["has_rest"] else None
             packs, first = [], 0
             for count in state["pieces_of_open_packs"]:
                 packs.append(pieces[first : first + count])
                 first += count
-            # One more than can be open: the oldest is closed, and could not be given out.
-            if first != len(pieces) or len(packs) > options.window + (options.mode != "hard"):
+            if first != len(pieces):
                 raise ValueError(f"{len(packs)} open packs of {first} pieces, and {len(pieces)} pieces")
-            most = options.max_length
-            if any(not 0 < sum(len(piece.tokens) for piece in pack) <= most for pack in packs):
-                raise ValueError(f"an open pack that is empty or has more than {most} tokens")
             names = ("samples", "source_samples", "packs")
             samples, source_samples, given = (operator.index(state[name]) for name in names)
             epoch = None if state["epoch"] is None else operator.index(state["epoch"])
@@ -583,7 +427,9 @@ class _State(NamedTuple):
             source = SourceState(
                 samples, copy.deepcopy(state["source"]), source_samples, state["is_exhausted"]
             )
-            return cls(None if worker is None else Worker(*worker), epoch, source, _Packs(given, packs, rest))
+            found = cls(None if worker is None else Worker(*worker), epoch, source, given, packs)
+            _packer_of(options, found)
+            return found
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, StateMismatchError):
                 raise
@@ -592,24 +438,8 @@ class _State(NamedTuple):
             ) from error
 
 
-def _options_dict(options: _Options, reader: SampleReader) -> dict[str, Any]:
-    columns = {"columns": dict(reader.columns), "sample_columns": list(reader.sample_columns)}
-    return dataclasses.asdict(options) | columns
-
-
-def _check_kind(state: Any) -> None:
-    if not isinstance(state, Mapping) or state.get("kind") != _KIND:
-        found = (
-            f"its keys are {list(state)[:8]}" if isinstance(state, Mapping) else f"it is {format_type(state)}"
-        )
-        raise StateMismatchError(
-            f"this is no state of a PackedStream: {found}; pass what its state_dict() returned"
-        )
-    if state.get("version") != _VERSION:
-        raise StateMismatchError(
-            f"the state has version {state.get('version')!r}, and this release of tundish reads {_VERSION}: load it "
-            "with the release that saved it"
-        )
+def _options_dict(options: dict[str, Any], reader: SampleReader) -> dict[str, Any]:
+    return options | {"columns": dict(reader.columns), "sample_columns": list(reader.sample_columns)}
 
 
 def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

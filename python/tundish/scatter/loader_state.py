@@ -8,10 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_type
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+from tundish.saved_states import check_state
 
 _KIND, _VERSION = "DispatchLoader", 1
 _COUNTED = ("epoch", "batches")
@@ -80,7 +80,7 @@ class LoaderState:
 
     def load_state_dict(self, state: Any) -> None:
         """Take over a state. Raises `StateMismatchError`, and changes nothing, where it is damaged."""
-        _check_form(state)
+        check_state(state, _KIND, _VERSION, (*_COUNTED, "requested_epoch", "loader"))
         requested = state["requested_epoch"]
         try:
             epoch, batches = (as_count(state[name], name) for name in _COUNTED)
@@ -96,30 +96,6 @@ class LoaderState:
     def _move_to(self, epoch: int) -> None:
         self.epoch, self.batches, self.loader_state, self.loaded = epoch, self._skip, None, None
         self._is_complete = False
-
-
-def _check_form(state: Any) -> None:
-    """Refuse what is no state of a loader of this version, and a state that lacks a value."""
-    if not isinstance(state, Mapping) or state.get("kind") != _KIND:
-        if not isinstance(state, Mapping):
-            found = f"it is {format_type(state)}"
-        elif "kind" in state:
-            found = f"its 'kind' is {state['kind']!r:.100}"
-        else:
-            found = f"it has no 'kind' (keys: {', '.join(map(str, state)) or 'none':.200})"
-        raise StateMismatchError(
-            f"this is not the state of a DispatchLoader: {found}; pass what its state_dict() returned"
-        )
-    version = state.get("version")
-    # True equals 1.
-    if isinstance(version, bool) or version != _VERSION:
-        raise StateMismatchError(
-            f"the state has version {version!r}, this release of tundish reads {_VERSION}: "
-            "load it with the release that saved it"
-        )
-    missing = [name for name in (*_COUNTED, "requested_epoch", "loader") if name not in state]
-    if missing:
-        raise StateMismatchError(f"the loader's state lacks {', '.join(missing)}: it was cut or edited")
 
 
 def as_count(value: Any, name: str) -> int:

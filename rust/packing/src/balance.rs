@@ -13,8 +13,9 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeSet, BinaryHeap};
 
 use crate::error::PackError;
-use crate::inputs::{Integers, WINDOW};
+use crate::integers::Integers;
 use crate::memory;
+use crate::ordered_samples::WINDOW;
 use crate::progress::Progress;
 
 /// The cost of a sample.

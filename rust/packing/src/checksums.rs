@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::PackError;
-use crate::inputs::{IntegerKind, Integers};
+use crate::integers::{IntegerKind, Integers};
 use crate::memory;
 
 /// Bytes a block; part of the format.

@@ -57,8 +57,8 @@ pub enum PackError {
     },
     /// Samples longer than a pack, where they are refused.
     #[error(
-        "{count} {} longer than max_length={max_length}; the longest is sample {sample} of dataset {dataset} with {length} tokens: pass overlong=\"split\" to cut such samples into parts, overlong=\"truncate\" to keep their first {max_length} tokens, or overlong=\"drop\" to leave them out",
-        if *count == 1 { "sample is" } else { "samples are" }
+        "{}sample {sample} of dataset {dataset} has {length} tokens, longer than max_length={max_length}: pass overlong='split' to cut such samples into parts, overlong='truncate' to keep their first {max_length} tokens, or overlong='drop' to leave them out",
+        if *count == 1 { String::new() } else { format!("{count} samples are too long, of which the longest, ") }
     )]
     Overlong {
         /// How many there are.

@@ -7,7 +7,7 @@
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
-use crate::inputs::ColumnWord;
+use crate::integers::ColumnWord;
 use crate::memory::{self, PlainInteger};
 
 /// Values a leaf; part of the format: another number gives other fingerprints.

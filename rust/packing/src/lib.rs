@@ -1,6 +1,6 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
-//! `request` checks the arguments, `inputs` reads lengths and orders, `scan` hashes them, `packer` computes a plan, `plan`
+//! `request` checks the arguments, `integers` and `ordered_samples` read lengths and orders, `scan` hashes them, `packer` computes a plan, `plan`
 //! holds a plan and looks packs up, `folder` keeps a plan on disk, `verify` checks a plan. `mix` orders the packs of several plans by weight. `balance` splits the samples of one training step over ranks and into
 //! micro-batches. The crate knows neither Python nor torch.
 //!
@@ -33,22 +33,24 @@ mod checksums;
 pub mod error;
 pub mod fingerprint;
 pub mod folder;
-pub mod inputs;
+pub mod integers;
 mod memory;
 pub mod mix;
+pub mod ordered_samples;
 mod packer;
 pub mod plan;
 pub mod progress;
 pub mod request;
 mod scan;
+pub mod shuffle;
 mod simd;
 mod threads;
 pub mod verify;
 
 pub use checksums::ColumnChecks;
 pub use error::PackError;
-pub use inputs::Integers;
-pub use packer::{Packer, StreamWindow, plan_fingerprint};
+pub use integers::Integers;
+pub use packer::{Packer, StreamPacker, StreamPiece, plan_fingerprint};
 pub use plan::{Field, Plan};
 pub use progress::{NoProgress, Progress};
 pub use request::{Mode, Overlong, PackRequest, Remainder};

@@ -16,10 +16,11 @@
 //!    from a beginning repeats no pack before its plan is through.
 
 use crate::error::PackError;
-use crate::inputs::{Integers, RandomState};
+use crate::integers::Integers;
 use crate::memory;
 use crate::plan::{Column, PlanInteger};
 use crate::progress::Progress;
+use crate::shuffle::RandomState;
 
 /// The most packs that a mix may have; no memory holds more.
 pub const LARGEST_MIX: u64 = 1 << 48;

@@ -1,9 +1,13 @@
 //! The arguments of a plan, and the one check of them.
 
+use core::fmt::Display;
+use core::ops::RangeInclusive;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::PackError;
-use crate::inputs::{Integers, SampleOrder};
+use crate::integers::Integers;
+use crate::ordered_samples::SampleOrder;
 
 /// The largest `max_length` of the modes that keep samples whole: they count samples by length.
 const LARGEST_WHOLE_LENGTH: u64 = 1 << 28;
@@ -188,13 +192,20 @@ impl<'a> PackRequest<'a> {
     }
 
     fn checked(&self) -> Result<Packing, String> {
-        in_range("max_length", Some(self.max_length), 1, i64::MAX as u64)?;
-        in_range("align", Some(self.align), 1, LARGEST_WHOLE_LENGTH)?;
-        in_range("window", self.window, 1, LARGEST_WINDOW)?;
-        in_range("max_samples", self.max_samples, 1, i64::MAX as u64)?;
-        in_range("max_cost", self.max_cost, 0, i64::MAX as u64)?;
-        in_range("multiple_of", self.multiple_of, 1, LARGEST_MULTIPLE)?;
-        in_range("threads", self.threads, 1, MOST_THREADS)?;
+        let given = [
+            ("max_length", Some(self.max_length)),
+            ("align", Some(self.align)),
+            ("window", self.window),
+            ("max_samples", self.max_samples),
+            ("max_cost", self.max_cost),
+            ("multiple_of", self.multiple_of),
+            ("threads", self.threads),
+        ];
+        for (name, value) in given {
+            if let Some(value) = value.filter(|value| !range_of(name, self.mode).contains(value)) {
+                return Err(out_of_range(name, value, self.mode));
+            }
+        }
         let packing = if self.mode == Mode::Hard { self.checked_hard()? } else { self.checked_whole()? };
         self.check_remainder()?;
         self.check_order()?;
@@ -228,12 +239,6 @@ impl<'a> PackRequest<'a> {
             ));
         }
         self.check_window()?;
-        if max_length > LARGEST_WHOLE_LENGTH {
-            return Err(format!(
-                "max_length is {max_length}; in mode '{mode}' it must be in 1 … {LARGEST_WHOLE_LENGTH} (2**28), because \
-                 the samples of each length are counted. Choose a smaller one, or mode='hard'"
-            ));
-        }
         if !max_length.is_multiple_of(align) {
             let below = max_length / align * align;
             let fitting: Vec<String> = [below, below + align]
@@ -340,11 +345,32 @@ impl<'a> PackRequest<'a> {
     }
 }
 
-fn in_range(name: &str, value: Option<u64>, smallest: u64, largest: u64) -> Result<(), String> {
-    match value {
-        Some(value) if value < smallest || value > largest => {
-            Err(format!("{name} is {value}; it must be in {smallest} … {largest}"))
-        }
-        _ => Ok(()),
+/// The values that an integer option may have in a mode.
+#[must_use]
+pub fn range_of(name: &str, mode: Mode) -> RangeInclusive<u64> {
+    match name {
+        "max_length" if mode != Mode::Hard => 1..=LARGEST_WHOLE_LENGTH,
+        "align" => 1..=LARGEST_WHOLE_LENGTH,
+        "window" => 1..=LARGEST_WINDOW,
+        "multiple_of" => 1..=LARGEST_MULTIPLE,
+        "threads" => 1..=MOST_THREADS,
+        "seed" => 0..=u64::from(u32::MAX),
+        "max_cost" => 0..=i64::MAX as u64,
+        _ => 1..=i64::MAX as u64,
     }
+}
+
+/// The message for an integer option that is out of its range; `value` is what was given.
+#[must_use]
+pub fn out_of_range(name: &str, value: impl Display, mode: Mode) -> String {
+    let range = range_of(name, mode);
+    let (least, most) = (range.start(), range.end());
+    if name == "max_length" && mode != Mode::Hard {
+        return format!(
+            "max_length is {value}; in mode '{}' it must be in {least} … {most} (2**28), because the samples of each \
+             length are counted. Choose another one, or mode='hard'",
+            mode.name()
+        );
+    }
+    format!("{name} is {value}; it must be in {least} … {most}")
 }

@@ -2,7 +2,8 @@
 
 use crate::error::PackError;
 use crate::fingerprint::{self, ColumnHash, LEAF, ParameterHash};
-use crate::inputs::{Integers, SampleLengths};
+use crate::integers::Integers;
+use crate::ordered_samples::SampleLengths;
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
 use crate::request::PackRequest;

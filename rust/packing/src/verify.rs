@@ -8,8 +8,9 @@ use std::ops::Range;
 
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
-use crate::inputs::{Integers, OrderedSamples, SampleLengths, SampleOrder, WINDOW, check_order};
+use crate::integers::Integers;
 use crate::memory;
+use crate::ordered_samples::{OrderedSamples, SampleLengths, SampleOrder, WINDOW, check_order};
 use crate::packer::unchecked_fingerprint;
 use crate::plan::{Field, OrderKind, PlanCounts, PlanMetadata, PlanView};
 use crate::progress::Progress;
@@ -246,14 +247,9 @@ impl<'a> Walk<'a> {
                 return self.wrong(format!("uses sample {sample} of {}", stream.len()));
             }
             let length = stream.get(sample as usize);
-            let (is_first, is_last) = (piece == pieces.start, piece + 1 == pieces.end);
-            let ends = [if is_first { first_start } else { 0 }, if is_last { last_stop } else { length }];
-            let [start, stop] = if self.plan.has_piece_ranges() {
-                [Field::PieceStart, Field::PieceStop].map(|field| self.plan.column(field).get(piece))
-            } else {
-                ends
-            };
-            if (is_first && start != first_start) || (is_last && stop != last_stop) {
+            let [start, stop] = self.ends(piece, &pieces, pack, length);
+            let is_last = piece + 1 == pieces.end;
+            if (piece == pieces.start && start != first_start) || (is_last && stop != last_stop) {
                 return self.wrong(format!(
                     "takes tokens {first_start} to {last_stop}, but its pieces begin at {start} or end at {stop}"
                 ));
@@ -283,6 +279,16 @@ impl<'a> Walk<'a> {
         self.counts.max_pieces_per_pack = self.counts.max_pieces_per_pack.max(pieces.len() as u64);
         self.piece = pieces.end;
         Ok(tokens)
+    }
+
+    /// The first token of a piece of a pack, and one past its last; its sample has `length` tokens.
+    fn ends(&self, piece: usize, pieces: &Range<usize>, pack: usize, length: u64) -> [u64; 2] {
+        if self.plan.has_piece_ranges() {
+            return [Field::PieceStart, Field::PieceStop].map(|field| self.plan.column(field).get(piece));
+        }
+        let value = |field| self.plan.column(field).get(pack);
+        let start = if piece == pieces.start { value(Field::StartOffset) } else { 0 };
+        [start, if piece + 1 == pieces.end { value(Field::EndOffset) } else { length }]
     }
 
     /// The pieces of the next pack.
@@ -403,43 +409,16 @@ impl<'a> Walk<'a> {
             let may_be = (said.packs_dropped..=most).contains(&self.left_out);
             self.counts.packs_dropped = if may_be { said.packs_dropped } else { self.left_out };
         }
-        let PlanCounts {
-            packs: _,
-            pieces: _,
-            packs_repeated: _,
-            samples,
-            samples_cut,
-            samples_empty,
-            samples_overlong,
-            tokens,
-            tokens_packed,
-            tokens_truncated,
-            packs_dropped,
-            tokens_repeated,
-            padding_align,
-            max_pieces_per_pack,
-            longest,
-        } = self.counts;
-        let counted = [
-            ("samples", samples, said.samples),
-            ("samples_cut", samples_cut, said.samples_cut),
-            ("samples_empty", samples_empty, said.samples_empty),
-            ("samples_overlong", samples_overlong, said.samples_overlong),
-            ("tokens", tokens, said.tokens),
-            ("tokens_packed", tokens_packed, said.tokens_packed),
-            ("tokens_truncated", tokens_truncated, said.tokens_truncated),
-            ("packs_dropped", packs_dropped, said.packs_dropped),
-            ("tokens_repeated", tokens_repeated, said.tokens_repeated),
-            ("padding_align", padding_align, said.padding_align),
-            ("max_pieces_per_pack", max_pieces_per_pack, said.max_pieces_per_pack),
-            ("longest", longest, said.longest),
-        ];
-        match counted.iter().find(|(_, counted, said)| counted != said) {
-            Some((name, counted, said)) => {
-                Err(PackError::Mismatch(format!("{name} is {counted}, but {METADATA_FILE} says {said}")))
-            }
-            None => Ok(()),
+        if self.counts == *said {
+            return Ok(());
         }
+        let [counted, said] = [&self.counts, said].map(|counts| serde_json::to_value(counts).unwrap_or_default());
+        let named = counted.as_object().into_iter().flatten();
+        let differing = named.filter(|(name, value)| said.get(name) != Some(value));
+        let differing: Vec<String> = differing
+            .map(|(name, value)| format!("{name} is {value}, but {METADATA_FILE} says {}", said[name]))
+            .collect();
+        Err(PackError::Mismatch(differing.join("; ")))
     }
 
     /// Check that the next pack, which has these pieces, is pack `again` once more; count it.
@@ -465,15 +444,9 @@ impl<'a> Walk<'a> {
             }
         }
         for piece in pieces.clone() {
-            let ends = if self.plan.has_piece_ranges() {
-                [Field::PieceStart, Field::PieceStop].map(|field| self.plan.column(field).get(piece))
-            } else {
-                let value = |field| self.plan.column(field).get(again);
-                let length = stream.get(self.plan.column(Field::Indices).get(piece) as usize);
-                let start = if piece == pieces.start { value(Field::StartOffset) } else { 0 };
-                [start, if piece + 1 == pieces.end { value(Field::EndOffset) } else { length }]
-            };
-            let tokens = ends[1].saturating_sub(ends[0]);
+            let length = stream.get(self.plan.column(Field::Indices).get(piece) as usize);
+            let [start, stop] = self.ends(piece, &pieces, again, length);
+            let tokens = stop.saturating_sub(start);
             self.counts.tokens_repeated += tokens;
             if let Packing::Whole(options) = self.packing {
                 self.counts.padding_align += options.aligned(tokens) - tokens;

@@ -1,7 +1,7 @@
 //! Orders, good and bad: the error names the first wrong entry of a bad one, for a plan in memory and in a folder, on any
 //! number of threads, and nothing is left behind.
 
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::{Column, Plan};
 use tundish_packing::{Field, Integers, NoProgress, PackError, PackRequest, Packer, plan_fingerprint};
 

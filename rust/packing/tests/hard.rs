@@ -1,7 +1,7 @@
 //! Hard packing against its definition, by brute force: nothing here uses the crate's algorithms.
 
 use proptest::prelude::*;
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::{self, AttachedLengths, Column, TO_THE_END};
 use tundish_packing::{Field, Integers, NoProgress, PackError, PackRequest, Packer, Plan, verify};
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use tundish_packing::folder::MappedColumn;
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::lookup;
 use tundish_packing::{Field, Integers, NoProgress, PackError, PackRequest, Packer, Progress, folder};
 

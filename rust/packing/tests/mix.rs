@@ -1,8 +1,8 @@
 //! Mixes against their promises, turn by turn: nothing here uses the crate's algorithm.
 
 use proptest::prelude::*;
-use tundish_packing::inputs::RandomState;
 use tundish_packing::mix::{Exhausted, MixRequest, mix};
+use tundish_packing::shuffle::RandomState;
 use tundish_packing::{Integers, NoProgress, PackError};
 
 fn request<'a>(packs: &'a [u64], weights: &'a [f64], exhausted: Exhausted) -> MixRequest<'a> {

@@ -3,7 +3,7 @@
 
 mod verifying;
 
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::{Column, OrderKind, PlanCounts};
 use tundish_packing::{
     Field, Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Packer, Plan, Remainder, verify,
@@ -138,7 +138,7 @@ fn columns_too_many_or_too_few_are_found() {
 #[test]
 fn any_changed_fact_is_found() {
     type Change = fn(&mut Plan);
-    let changes: [(&str, Change); 22] = [
+    let changes: [(&str, Change); 24] = [
         ("mode", |plan| {
             plan.metadata.mode = if plan.metadata.mode == Mode::BestFit { Mode::Sequential } else { Mode::BestFit };
         }),
@@ -150,6 +150,10 @@ fn any_changed_fact_is_found() {
         ("max_samples", |plan| plan.metadata.max_samples = Some(2)),
         ("align", |plan| plan.metadata.align = 4),
         ("multiple_of", |plan| plan.metadata.multiple_of = Some(5)),
+        ("remainder", |plan| {
+            plan.metadata.remainder = if plan.metadata.remainder.is_some() { None } else { Some(Remainder::Repeat) };
+        }),
+        ("packs_dropped", |plan| plan.metadata.counts.packs_dropped += 7),
         ("tokens", |plan| plan.metadata.counts.tokens += 1),
         ("tokens_packed", |plan| plan.metadata.counts.tokens_packed -= 1),
         ("tokens_truncated", |plan| plan.metadata.counts.tokens_truncated += 1),

@@ -1,8 +1,9 @@
 //! Packs of whole samples against their definitions, sample by sample: nothing here uses the crate's algorithms.
 
 use proptest::prelude::*;
-use tundish_packing::inputs::{RandomState, SampleOrder};
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::{AttachedLengths, Column, TO_THE_END, lookup};
+use tundish_packing::shuffle::RandomState;
 use tundish_packing::{
     Field, Integers, NoProgress, Overlong, PackError, PackRequest, Packer, Plan, folder, plan_fingerprint, verify,
 };

@@ -62,8 +62,8 @@ mod _native {
     use super::dlpack::{TensorBuilder, TensorExchange};
     #[pymodule_export]
     use super::packing::{
-        PackLookup, PlanChecks, StreamWindow, balanced_parts, integers_of_list, micro_batches, mix_packs, open_plan,
-        pack, pack_options, pack_to_folder, plan_fingerprint, shuffled_indices,
+        PackLookup, PlanChecks, StreamPacker, balanced_parts, integers_of_list, micro_batches, mix_packs, open_plan,
+        pack, pack_to_folder, plan_fingerprint, shuffled_indices,
     };
     #[pymodule_export]
     use super::shm::buffers::{

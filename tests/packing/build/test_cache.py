@@ -1,12 +1,9 @@
-"""`cache_dir`: plans that lie there, that vanish on the way, that are damaged."""
+"""`cache_dir`: plans that lie there, that are damaged, and caches that cannot be."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 import tundish as td
 from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, PlanFormatError, StorageError
-from tundish.packing import planning
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 2000)
 
@@ -34,79 +30,12 @@ def plan(tmp_path: Path) -> Path:
     return path
 
 
-def before_mapping(
-    monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], object], times: int
-) -> list[Path]:
-    """Let something happen to a plan between being found and being mapped, the first so many times."""
-    met: list[Path] = []
-    mapping = planning.map_existing_plan
-
-    def map_existing_plan(target: Path) -> td.PackPlan:
-        if len(met) < times:
-            met.append(target)
-            happens(target)
-        return mapping(target)
-
-    monkeypatch.setattr(planning, "map_existing_plan", map_existing_plan)
-    return met
-
-
 def test_a_plan_that_is_there_is_mapped_and_left_as_it_is(plan: Path, tmp_path: Path) -> None:
     before = {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in plan.iterdir()}
     again = cached(tmp_path)
     assert again.path == plan and again.has_lengths
     again.verify()
     assert {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in plan.iterdir()} == before
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_plan_removed_before_it_is_mapped_is_built_again(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    met = before_mapping(monkeypatch, shutil.rmtree, times)
-    again = cached(tmp_path)
-    assert met == [plan] * times
-    again.verify()
-    assert os.listdir(tmp_path) == [plan.name]
-
-
-def test_a_cache_removed_as_a_whole_is_made_again(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    met = before_mapping(monkeypatch, lambda target: shutil.rmtree(target.parent), 1)
-    cached(tmp_path).verify()
-    assert met == [plan]
-
-
-def test_a_plan_that_is_removed_again_and_again_is_given_up(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before_mapping(monkeypatch, shutil.rmtree, 10**6)
-    with pytest.raises(NotFoundError, match="clean-up") as caught:
-        cached(tmp_path)
-    assert caught.value.filename == str(plan)
-
-
-@pytest.mark.parametrize("first", ["plan.json", "indices.npy"])
-def test_a_removal_under_way_is_waited_for(plan: Path, tmp_path: Path, first: str) -> None:
-    """A clean-up job takes the files one by one; a plan that lacks some of them is neither used nor an error yet."""
-    (plan / first).unlink()
-
-    def remove_the_rest() -> None:
-        for file in plan.iterdir():
-            time.sleep(0.02)
-            file.unlink()
-        # Once it was empty the new plan may have taken its place, which is not the job's any more.
-        with contextlib.suppress(OSError):
-            plan.rmdir()
-
-    job = threading.Thread(target=remove_the_rest)
-    job.start()
-    try:
-        cached(tmp_path).verify()
-    finally:
-        job.join()
-    assert len(list(plan.iterdir())) == 7
 
 
 def test_a_plan_stays_readable_when_it_is_removed_after_it_was_mapped(plan: Path, tmp_path: Path) -> None:

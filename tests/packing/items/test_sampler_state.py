@@ -184,7 +184,7 @@ def test_the_state_of_a_finished_epoch() -> None:
         ({"plan": None}, "plan in the sampler's state is None, but must be of type str"),
         ({"packs": 10**5000}, "another plan: its number of packs is an integer of 16610 bits"),
         ({"step": 10**5000}, "step in the sampler's state is an integer of 16610 bits"),
-        ({"version": True}, "version in the sampler.s state is True, but must be of type int"),
+        ({"version": True}, "has version True"),
         ({"packs": np.float64(40)}, "packs in the sampler's state is .*40.0.*, but must be of type int"),
         ({"step": np.True_}, "step in the sampler's state is .*True.*, but must be of type int"),
     ],

@@ -59,32 +59,6 @@ def test_every_plan_is_within_one_pack_of_its_share_after_any_number_of_packs(
     assert_epochs_are_permutations(mix)
 
 
-@pytest.mark.parametrize("plans", [2, 3, 8, 50])
-def test_shares_hold_for_any_weights_and_many_packs(plans: int) -> None:
-    for attempt in range(8):
-        weights = (np.random.default_rng(attempt).lognormal(0, 2, plans)).tolist()
-        mix = td.mix([plan_of(7)] * plans, weights, num_packs=20_000)
-        assert_in_shares(mix.lookup(np.arange(len(mix)))[0], weights)
-
-
-def largest_lack_first(weights: list[float], packs: int) -> np.ndarray:
-    """Megatron-LM's `build_blending_indices`, by its documentation: the plan that lacks most is next."""
-    taken = np.zeros(len(weights))
-    order = []
-    for turn in range(1, packs + 1):
-        order.append(int(np.argmax(np.array(weights) / sum(weights) * turn - taken)))
-        taken[order[-1]] += 1
-    return np.array(order)
-
-
-def test_shares_hold_where_the_largest_lack_first_does_not_hold_them() -> None:
-    weights = [1.0] * 4 + [3.0] * 4
-    with pytest.raises(AssertionError):
-        assert_in_shares(largest_lack_first(weights, 160), weights)
-    mix = td.mix([plan_of(5)] * 8, weights, num_packs=160)
-    assert_in_shares(mix.lookup(np.arange(160))[0], weights)
-
-
 @settings(max_examples=150)
 @given(
     packs=st.lists(st.integers(1, 9), min_size=1, max_size=5),

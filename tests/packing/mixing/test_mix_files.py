@@ -87,7 +87,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]
         (edit(lambda value: value.pop("stages")), PlanFormatError, "does not describe a mix.*stages"),
         (edit(lambda value: value.update(stages=[])), PlanFormatError, "was edited"),
         (edit(lambda value: value.update(plans=3)), PlanFormatError, "does not describe a mix"),
-        (edit(lambda value: value["stages"][0].update(start=-3)), PlanFormatError, "was edited"),
+        (edit(lambda value: value["stages"][0].__setitem__(0, -3)), PlanFormatError, "was edited"),
         (edit(lambda value: value.update(seed=6)), PlanFormatError, "was edited"),
     ],
 )

@@ -45,7 +45,7 @@ def as_counter(histogram: np.ndarray) -> Counter[int]:
 def test_counts_are_those_of_a_count_by_hand(
     max_length: int, slice_packs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "SLICE_PACKS", slice_packs)
+    monkeypatch.setattr(plan_stats, "PACKS_AT_ONCE", slice_packs)
     monkeypatch.setattr(plan_stats, "PIECES_AT_ONCE", 5)
     generator = np.random.default_rng(3)
     lengths = generator.integers(0, 150, 120)
@@ -55,7 +55,6 @@ def test_counts_are_those_of_a_count_by_hand(
     plan = plan_of(lengths, max_length, seed=5)
     by_hand = counted_by_hand(plan, lengths)
     counts = plot.count(plan)
-    assert counts.share == 1
     assert as_counter(counts.pieces) == by_hand["pieces"]
     assert counts.lengths.sum() == by_hand["samples"]
     assert counts.lengths[0] == by_hand["empty"]
@@ -76,17 +75,6 @@ def test_lengths_fall_into_their_bins() -> None:
     assert 1024.0 in edges
     assert counts.lengths[bins[edges.index(1024.0)]] == 2
     assert counts.lengths[bins[edges.index(1.0)]] == 2
-
-
-def test_a_selection_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "SLICE_PACKS", 100)
-    lengths = np.random.default_rng(0).integers(1, 400, 60_000)
-    plan = plan_of(lengths, 512, seed=0)
-    whole = plot.count(plan)
-    part = plot.count(plan, most_pieces=len(plan.indices) // 8)
-    assert 0.05 < part.share < 0.2
-    assert part.lengths.sum() / part.share == pytest.approx(whole.lengths.sum(), rel=0.03)
-    assert part.padded / part.tokens == pytest.approx(whole.padded / whole.tokens, rel=0.03)
 
 
 @pytest.mark.parametrize(

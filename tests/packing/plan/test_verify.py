@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.packing.plans import assert_changed_entries_are_found, changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
@@ -17,58 +15,6 @@ from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchErro
 # Empty samples, on boundaries too, for every order used here.
 LENGTHS = np.random.default_rng(11).integers(0, 9, 400) // 3 * 4
 ORDER = np.random.default_rng(3).permutation(400)[:350]
-
-
-def test_any_changed_value_is_found() -> None:
-    lengths = LENGTHS[:30]
-    assert_changed_entries_are_found(td.pack(lengths, 16, seed=5), lengths)
-
-
-def test_columns_that_need_int64_are_fine(tmp_path: Path) -> None:
-    lengths = [16, 2**40, 0, 5]
-    for plan in (td.pack(lengths, 2**35), td.pack(lengths, 2**35, out=tmp_path / "plan")):
-        assert [plan.end_offset.dtype, plan.indices.dtype] == [np.int64, np.int32]
-        plan.verify()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"counts": {"tokens": 1}},
-        {"counts": {"samples_empty": 1}},
-        {"counts": {"samples_cut": -1}},
-        {"fingerprint": "0" * 32},
-        {"seed": 6},
-        {"max_length": 17},
-    ],
-)
-def test_any_changed_fact_is_found(change: dict[str, Any]) -> None:
-    plan = td.pack(LENGTHS, 16, seed=5)
-    counts = plan.metadata["counts"]
-    changes = {name: counts[name] + more for name, more in change.get("counts", {}).items()}
-    with pytest.raises(PlanMismatchError):
-        changed(plan, **{**change, "counts": changes}).verify(LENGTHS)
-
-
-def test_a_plan_cannot_talk_itself_out_of_the_check_of_its_order() -> None:
-    plans = {
-        "natural": (td.pack(LENGTHS, 16), np.arange(len(LENGTHS))),
-        "seeded": (td.pack(LENGTHS, 16, seed=5), td.packing.shuffled_indices(len(LENGTHS), 5)),
-    }
-    for plan, order in plans.values():
-        broken = changed(plan, order="given", seed=None)
-        with pytest.raises(InvalidInputError, match="order="):
-            broken.verify(LENGTHS)
-        # The order is right, and yet it is not the plan that was made.
-        with pytest.raises(PlanMismatchError, match="fingerprint"):
-            broken.verify(LENGTHS, order=order)
-        with pytest.raises(PlanMismatchError):
-            broken.verify(LENGTHS, order=ORDER)
-    broken = changed(td.pack(LENGTHS, 16, order=ORDER), order="natural")
-    with pytest.raises(PlanMismatchError):
-        broken.verify(LENGTHS)
-    with pytest.raises(PlanMismatchError, match=r"plan\.json says"):
-        broken.verify(LENGTHS, order=ORDER)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

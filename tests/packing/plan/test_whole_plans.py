@@ -7,15 +7,13 @@ import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.packing.plans import assert_changed_entries_are_found, changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, NotFoundError, PlanFormatError, PlanMismatchError
-from tundish.packing import plot
+from tundish.packing import plan_stats, plot
 
 MODES = ["best_fit", "ordered", "sequential"]
 OVERLONG = ["split", "truncate", "drop"]
@@ -108,74 +106,6 @@ def test_a_damaged_or_missing_column_of_pieces_is_named(folder: Path, name: str)
     assert missing.value.filename == str(file)
 
 
-@pytest.mark.parametrize("name", ["piece_start", "piece_stop"])
-def test_a_plan_in_a_cache_that_lacks_a_column_of_pieces_is_refused(name: str, tmp_path: Path) -> None:
-    def cached() -> td.PackPlan:
-        return td.pack(LENGTHS, 128, mode="ordered", overlong="split", cache_dir=tmp_path)
-
-    plan = cached()
-    assert plan.path is not None and cached().path == plan.path
-    (plan.path / f"{name}.npy").unlink()
-    with pytest.raises(NotFoundError, match=f"remove {plan.path} ") as caught:
-        cached()
-    assert caught.value.filename == str(plan.path / f"{name}.npy")
-    shutil.rmtree(plan.path)
-    cached().verify()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("overlong", OVERLONG)
-def test_any_changed_value_is_found(mode: str, overlong: str) -> None:
-    lengths = LENGTHS[:20] // 10
-    options: dict[str, Any] = {"mode": mode, "overlong": overlong, "max_samples": 3, "align": 2}
-    plan = td.pack(lengths, 16, **options)
-    assert len(plan) > 5
-    assert_changed_entries_are_found(plan, lengths)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"align": 1},
-        {"max_samples": 8},
-        {"window": 9},
-        {"overlong": "split"},
-        {"seed": 6},
-        {"fingerprint": "0" * 32},
-        *(
-            {"counts": name}
-            for name in ("tokens", "tokens_packed", "tokens_truncated", "samples", "samples_empty")
-        ),
-        *({"counts": name} for name in ("samples_overlong", "samples_cut", "padding_align", "longest")),
-    ],
-)
-def test_any_changed_fact_is_found(change: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"mode": "ordered", "window": 8, "overlong": "truncate", "seed": 5}
-    plan = td.pack(LENGTHS[:200], 128, **options, max_samples=7, align=2)
-    counts = plan.metadata["counts"]
-    assert counts["tokens_truncated"] > 0
-    if "counts" in change:
-        change = {"counts": {change["counts"]: counts[change["counts"]] + 1}}
-    with pytest.raises(PlanMismatchError):
-        changed(plan, **change).verify(LENGTHS[:200])
-
-
-def test_other_lengths_are_found() -> None:
-    plan = td.pack(LENGTHS, 128, mode="best_fit", overlong="split", seed=5)
-    other = LENGTHS.copy()
-    other[np.flatnonzero(other)[3]] -= 1
-    with pytest.raises(PlanMismatchError, match="these are not the lengths and the order"):
-        plan.verify(other)
-    with pytest.raises(PlanMismatchError, match="order was given"):
-        plan.verify(order=np.arange(len(LENGTHS)))
-    ordered = td.pack(LENGTHS, 128, mode="ordered", overlong="split", order=np.arange(2000)[::-1])
-    ordered.verify(order=np.arange(2000)[::-1])
-    with pytest.raises(InvalidInputError, match="order="):
-        ordered.verify()
-    with pytest.raises(PlanMismatchError):
-        ordered.verify(order=np.arange(2000))
-
-
 def test_there_is_no_sample_index_of_whole_samples() -> None:
     with pytest.raises(InvalidInputError, match=r"mode 'best_fit' .* plan\.lookup, or pack with mode='hard'"):
         td.pack([5, 3], 8, mode="best_fit").sample_index()
@@ -187,7 +117,7 @@ def test_there_is_no_sample_index_of_whole_samples() -> None:
 def test_a_plot_counts_the_pieces(
     overlong: str, attached: bool, slice_packs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plot, "SLICE_PACKS", slice_packs)
+    monkeypatch.setattr(plan_stats, "PACKS_AT_ONCE", slice_packs)
     plan = td.pack(LENGTHS, 128, mode="ordered", overlong=overlong, out=tmp_path / "plan")
     sizes = [piece.stop - piece.start for pack in plan for piece in pack.pieces if piece.stop is not None]
     drawn = plan if attached else td.PackPlan.load(tmp_path / "plan")

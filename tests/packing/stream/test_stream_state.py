@@ -251,9 +251,9 @@ def some_state() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: None, "no state of a PackedStream: it is None"),
-        (lambda state: {"kind": "DispatchLoader"}, r"no state of a PackedStream: its keys are \['kind'\]"),
-        (lambda state: state | {"version": 9}, "the state has version 9, and this release of tundish reads 1"),
+        (lambda state: None, "not the state of a PackedStream: it is None"),
+        (lambda state: {"kind": "DispatchLoader"}, "not the state of a PackedStream: its 'kind' is 'DispatchLoader'"),
+        (lambda state: state | {"version": 9}, "the state has version 9, this release of tundish reads 1"),
         (lambda state: {key: state[key] for key in ("kind", "version")}, "cut or edited: KeyError: 'options'"),
         (lambda state: state | {"samples": "7"}, "cut or edited: TypeError"),
         (lambda state: state | {"samples": -7}, "cut or edited: ValueError: -7 samples"),
@@ -262,8 +262,7 @@ def some_state() -> dict[str, Any]:
         (lambda state: state | {"packs": None}, "cut or edited: TypeError"),
         (lambda state: state | {"worker": [1]}, "cut or edited: TypeError"),
         (lambda state: state | {"pieces_of_open_packs": [1]}, "1 open packs of 1 pieces"),
-        (lambda state: state | {"pieces_of_open_packs": [0, *state["pieces_of_open_packs"]]}, "an open pack that is"),
-        (lambda state: state | {"pieces_of_open_packs": [0, 0, *state["pieces_of_open_packs"]]}, "5 open packs"),
+        (lambda state: state | {"pieces_of_open_packs": [0, *state["pieces_of_open_packs"]]}, r"pieces of \[\] tokens"),
         (lambda state: state | {"source_samples": state["samples"] + 1}, "ValueError: .* in the source's state"),
         (lambda state: state | {"pieces": state["pieces"] | {"labels": torch.zeros(1)}}, "1 entries for"),
         (lambda state: state | {"pieces": state["pieces"] | {"lengths": torch.zeros(1)}}, "cut or edited"),

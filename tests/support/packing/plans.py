@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import tundish as td
-from tundish.errors import PlanMismatchError
-
-__all__ = ["assert_changed_entries_are_found", "assert_written_alike", "changed", "columns_of", "inode_of"]
 
 
 def columns_of(plan: td.PackPlan) -> dict[str, list[int]]:
@@ -25,25 +21,6 @@ def changed(plan: td.PackPlan, columns: Sequence[np.ndarray] | None = None, **fa
     copies = [column.copy() for column in columns or [getattr(plan, name) for name in plan.arrays()]]
     counts = {**plan.metadata["counts"], **facts.pop("counts", {})}
     return td.PackPlan(copies, json.dumps({**plan.metadata, **facts, "counts": counts}))
-
-
-def assert_changed_entries_are_found(plan: td.PackPlan, lengths: Any, **given: Any) -> None:
-    """`verify` finds each offset that is one more than it should be, and each sample that takes another's place."""
-    changed(plan).verify(lengths, **given)
-    columns = {field: getattr(plan, field).copy() for field in plan.arrays()}
-    taken = columns["indices"]
-    for position in range(len(taken)):
-        taken[position], kept = taken[position - 1], taken[position]
-        if taken[position] != kept:
-            with pytest.raises(PlanMismatchError):
-                changed(plan, list(columns.values())).verify(lengths, **given)
-        taken[position] = kept
-    for name in columns.keys() - {"indices"}:
-        for position in range(len(getattr(plan, name))):
-            columns = {field: getattr(plan, field).copy() for field in plan.arrays()}
-            columns[name][position] += 1
-            with pytest.raises(PlanMismatchError):
-                changed(plan, list(columns.values())).verify(lengths, **given)
 
 
 def assert_written_alike(plan: td.PackPlan, folder: Path, lengths: Any, **options: Any) -> td.PackPlan:

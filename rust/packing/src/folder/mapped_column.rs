@@ -12,7 +12,7 @@ use std::io::{Error, ErrorKind, Result};
 use memmap2::{MmapOptions, MmapRaw};
 
 use super::npy::{HEADER_BYTES, NpyHeader};
-use crate::inputs::{IntegerKind, Integers};
+use crate::integers::{IntegerKind, Integers};
 
 /// One column of a plan, in its file.
 #[derive(Debug)]

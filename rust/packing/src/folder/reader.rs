@@ -19,7 +19,7 @@ use super::npy::{self, HEADER_BYTES, NpyHeader};
 use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, file_name, split_checksum};
 use crate::checksums::ColumnChecks;
 use crate::error::PackError;
-use crate::inputs::Integers;
+use crate::integers::Integers;
 use crate::plan::{FORMAT_VERSION, Field, PlanMetadata, PlanView};
 use crate::progress::Progress;
 

@@ -13,7 +13,7 @@ use super::npy::{HEADER_BYTES, NpyHeader};
 use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, file_name, with_checksum};
 use crate::checksums::{BLOCK, checksum, to_text};
 use crate::error::PackError;
-use crate::inputs::IntegerKind;
+use crate::integers::IntegerKind;
 use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView, WideColumns};
 use crate::progress::Progress;
 
@@ -281,7 +281,7 @@ fn append_all(writer: &mut FolderWriter, plan: &PlanView<'_>, progress: &mut dyn
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inputs::Integers;
+    use crate::integers::Integers;
     use crate::plan::PlanCounts;
     use crate::request::{PackRequest, Packing};
 

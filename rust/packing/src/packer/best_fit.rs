@@ -19,12 +19,13 @@ use super::samples::{CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, SampleRea
 use super::whole::{Counts, PackBuffer, SampleParts, WholePacker};
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
-use crate::inputs::{RandomState, SampleLengths, SampleOrder};
 use crate::memory;
+use crate::ordered_samples::{SampleLengths, SampleOrder};
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
 use crate::request::WholeOptions;
 use crate::scan::ScanResult;
+use crate::shuffle::RandomState;
 use crate::threads::Threads;
 
 /// Lengths that are placed between two ticks.

@@ -12,11 +12,12 @@ use super::best_fit::SortedSamples;
 use super::samples::CHUNK;
 use super::whole::{PackBuffer, WholePacker};
 use crate::error::PackError;
-use crate::inputs::{RandomState, SampleLengths};
 use crate::memory;
+use crate::ordered_samples::SampleLengths;
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
 use crate::scan::StreamCosts;
+use crate::shuffle::RandomState;
 
 /// A pack by the last of its items, of which each knows the one before it.
 struct ItemChain<P> {

@@ -22,10 +22,11 @@ use super::samples::{
 use super::{Packed, Packer};
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
-use crate::inputs::{RandomState, SampleLengths, SampleOrder};
+use crate::ordered_samples::{SampleLengths, SampleOrder};
 use crate::plan::{PlanCounts, PlanInteger};
 use crate::progress::Progress;
 use crate::scan::ScanResult;
+use crate::shuffle::RandomState;
 use crate::threads::Threads;
 
 /// The most packs and pieces that a stream can have.

@@ -9,6 +9,7 @@ mod hard;
 mod ordered;
 mod output;
 mod samples;
+mod stream;
 mod whole;
 
 use std::path::Path;
@@ -16,17 +17,17 @@ use std::path::Path;
 use crate::error::PackError;
 use crate::fingerprint::{Fingerprint, LEAF, ParameterHash};
 use crate::folder::{FolderWriter, check_disk_space};
-use crate::inputs::{OrderedSamples, SampleLengths, SampleOrder, check_order};
 use crate::memory;
+use crate::ordered_samples::{OrderedSamples, SampleLengths, SampleOrder, check_order};
 use crate::plan::{ALGORITHM_VERSION, FORMAT_VERSION, Field, Plan, PlanCounts, PlanInteger, PlanMetadata, WideColumns};
 use crate::progress::Progress;
 use crate::request::{Overlong, PackRequest, Packing, Remainder, WholeOptions};
 use crate::scan::{self, CheckedCosts, ScanResult};
 use crate::threads::Threads;
 
-pub use ordered::StreamWindow;
 use output::{CountedOutput, MemoryOutput, PackNumbers, PlanOutput, packs_to_keep};
 use samples::FEW_SAMPLES;
+pub use stream::{StreamPacker, StreamPiece};
 
 /// Packs a request whose lengths were checked and hashed.
 pub struct Packer<'a> {

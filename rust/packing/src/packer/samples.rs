@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::PackError;
 use crate::fingerprint::{self, LEAF};
-use crate::inputs::{Integers, SampleLengths, check_order};
+use crate::integers::Integers;
 use crate::memory;
+use crate::ordered_samples::{SampleLengths, check_order};
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
 use crate::simd::vectorized;

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::inputs::Integers;
+use crate::integers::Integers;
 use crate::progress::NoProgress;
 use crate::request::{Mode, Overlong};
 

@@ -13,11 +13,12 @@ use super::samples::IndexSource;
 use super::{Packed, Packer};
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
-use crate::inputs::{RandomState, SampleLengths, SampleOrder};
+use crate::ordered_samples::{SampleLengths, SampleOrder};
 use crate::plan::{PlanCounts, PlanInteger};
 use crate::progress::Progress;
 use crate::request::{Overlong, WholeOptions};
 use crate::scan::{ScanResult, StreamCosts};
+use crate::shuffle::RandomState;
 
 /// The seed of the order of packs, where the caller gave none.
 const PACK_ORDER_SEED: u32 = 0;

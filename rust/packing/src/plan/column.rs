@@ -1,9 +1,10 @@
 //! The columns of a plan, and the integers that they are computed in.
 
 use crate::error::PackError;
-use crate::inputs::{ColumnWord, Index, Integers, RandomState};
+use crate::integers::{ColumnWord, Integers};
 use crate::memory::{self, PlainInteger};
 use crate::progress::Progress;
+use crate::shuffle::{Index, RandomState};
 use crate::simd::vectorized;
 
 /// The fields of a plan, in the order they are documented and stored.

@@ -7,8 +7,9 @@ use std::ops::Range;
 
 use super::{Field, PlanView};
 use crate::error::PackError;
-use crate::inputs::{Integers, WINDOW};
+use crate::integers::Integers;
 use crate::memory;
+use crate::ordered_samples::WINDOW;
 use crate::progress::Progress;
 
 /// In `PackBatch::stop`: to the sample's end, which only the lengths tell.

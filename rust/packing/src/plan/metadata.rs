@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::PackError;
-use crate::inputs::{Integers, SampleOrder};
+use crate::integers::Integers;
+use crate::ordered_samples::SampleOrder;
 use crate::request::{Mode, Overlong, PackRequest, Packing, Remainder};
 
 /// The version of the folder format.
@@ -149,7 +150,7 @@ impl PlanMetadata {
     ///
     /// # Errors
     /// `Invalid` for options out of range or that contradict each other.
-    pub fn of_request(request: &PackRequest<'_>) -> Result<Self, PackError> {
+    pub(crate) fn of_request(request: &PackRequest<'_>) -> Result<Self, PackError> {
         Ok(Self::new(request, request.check()?, PlanCounts::default(), String::new()))
     }
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::checksums::ColumnChecks;
 use crate::error::PackError;
-use crate::inputs::Integers;
+use crate::integers::Integers;
 use crate::progress::Progress;
 
 pub use column::{Column, Field};

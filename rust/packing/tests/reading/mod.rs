@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::plan::{AttachedLengths, lookup};
 use tundish_packing::{Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Remainder, folder, verify};
 

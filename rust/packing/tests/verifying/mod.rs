@@ -1,6 +1,6 @@
 //! A plan with the inputs that it was made from, and the checks that `verify` makes in every mode.
 
-use tundish_packing::inputs::SampleOrder;
+use tundish_packing::ordered_samples::SampleOrder;
 use tundish_packing::{Integers, NoProgress, PackError, PackRequest, Packer, Plan, verify};
 
 pub const MAX_LENGTH: u64 = 16;

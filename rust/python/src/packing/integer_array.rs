@@ -6,7 +6,7 @@
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use tundish_packing::Integers;
-use tundish_packing::inputs::IntegerKind;
+use tundish_packing::integers::IntegerKind;
 use tundish_packing::plan::{AsIntegers, PlanView};
 
 use crate::error::BindingError;

@@ -9,8 +9,8 @@ use numpy::PyUntypedArray;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
-use tundish_packing::inputs::SampleOrder;
-use tundish_packing::plan::PlanMetadata;
+use tundish_packing::ordered_samples::SampleOrder;
+use tundish_packing::request::{out_of_range, range_of};
 use tundish_packing::{Mode, Overlong, PackError, PackRequest, Packer, Remainder};
 
 use super::integer_array::IntegerArray;
@@ -39,7 +39,7 @@ const KEYS: [&str; 16] = [
 ];
 
 /// A request with its arrays.
-struct Request {
+pub(super) struct Request {
     lengths: Vec<IntegerArray>,
     order: Option<IntegerArray>,
     costs: Option<Vec<IntegerArray>>,
@@ -58,19 +58,26 @@ fn shown(value: &Bound<'_, PyAny>) -> String {
     text.chars().take(100).collect()
 }
 
-fn integer(arguments: &Bound<'_, PyDict>, name: &str) -> Result<Option<u64>, BindingError> {
-    let Some(value) = given(arguments, name)? else { return Ok(None) };
+fn integer(arguments: &Bound<'_, PyDict>, name: &str, mode: Mode) -> Result<Option<u64>, BindingError> {
+    given(arguments, name)?.map(|value| as_integer(&value, name, mode)).transpose()
+}
+
+/// An integer option of a mode.
+pub(super) fn as_integer(value: &Bound<'_, PyAny>, name: &str, mode: Mode) -> Result<u64, BindingError> {
     let py = value.py();
     if value.is_instance_of::<PyBool>() {
-        return Err(BindingError::Type(format!("{name} must be an integer, not {}", shown(&value))));
+        return Err(BindingError::Type(format!("{name} must be an integer, not {}", shown(value))));
     }
     match value.extract::<u64>() {
-        Ok(number) => Ok(Some(number)),
-        Err(error) if error.is_instance_of::<PyOverflowError>(py) => {
-            let number = py.import("tundish.errors")?.call_method1("format_integer", (&value,))?;
-            Err(BindingError::Value(format!("{name} is {number}; it must be in 0 … 2**64 - 1")))
+        Ok(number) if range_of(name, mode).contains(&number) => Ok(number),
+        Err(error) if !error.is_instance_of::<PyOverflowError>(py) => {
+            Err(BindingError::Type(format!("{name} must be an integer, not {}", shown(value))))
         }
-        Err(_) => Err(BindingError::Type(format!("{name} must be an integer, not {}", shown(&value)))),
+        _ => {
+            let number = py.import("operator")?.call_method1("index", (value,))?;
+            let number = py.import("tundish.errors")?.call_method1("format_integer", (number,))?;
+            Err(BindingError::Value(out_of_range(name, number, mode)))
+        }
     }
 }
 
@@ -100,7 +107,7 @@ fn word<T>(
 }
 
 impl Request {
-    fn new(arguments: &Bound<'_, PyDict>) -> Result<Self, BindingError> {
+    pub(super) fn new(arguments: &Bound<'_, PyDict>) -> Result<Self, BindingError> {
         for name in arguments.keys() {
             let name = name.to_string();
             if !KEYS.contains(&&*name) {
@@ -129,39 +136,30 @@ impl Request {
             Some(order) => Some(IntegerArray::new(&order.cast_into::<PyUntypedArray>().map_err(PyErr::from)?)?),
             None => None,
         };
-        let seed = integer(arguments, "seed")?;
-        let order_kind = match seed.map(u32::try_from) {
-            None => SampleOrder::Natural,
-            Some(Ok(seed)) => SampleOrder::Seed(seed),
-            Some(Err(_)) => {
-                return Err(BindingError::Value(format!(
-                    "seed is {}; it must be in 0 … {}",
-                    seed.unwrap_or_default(),
-                    u32::MAX
-                )));
-            }
-        };
-        let max_length = integer(arguments, "max_length")?
+        // The range of `max_length` depends on it.
+        let mode = word(arguments, "mode", Mode::WORDS, Mode::from_name)?.unwrap_or(Mode::Hard);
+        let integer = |name| integer(arguments, name, mode);
+        let max_length = integer("max_length")?
             .ok_or_else(|| BindingError::Type("max_length must be an integer, not None".into()))?;
         let options = PackRequest {
-            mode: word(arguments, "mode", Mode::WORDS, Mode::from_name)?.unwrap_or(Mode::Hard),
-            order: order_kind,
+            mode,
+            order: integer("seed")?.map_or(SampleOrder::Natural, |seed| SampleOrder::Seed(seed as u32)),
             drop_last: flag(arguments, "drop_last")?,
             overlong: word(arguments, "overlong", Overlong::WORDS, Overlong::from_name)?,
-            window: integer(arguments, "window")?,
-            max_samples: integer(arguments, "max_samples")?,
-            align: integer(arguments, "align")?.unwrap_or(1),
-            max_cost: integer(arguments, "max_cost")?,
-            multiple_of: integer(arguments, "multiple_of")?,
+            window: integer("window")?,
+            max_samples: integer("max_samples")?,
+            align: integer("align")?.unwrap_or(1),
+            max_cost: integer("max_cost")?,
+            multiple_of: integer("multiple_of")?,
             remainder: word(arguments, "remainder", Remainder::WORDS, Remainder::from_name)?,
             global_pack: flag(arguments, "global_pack")?.unwrap_or(false),
-            threads: integer(arguments, "threads")?,
+            threads: integer("threads")?,
             ..PackRequest::new(Vec::new(), max_length)
         };
         Ok(Self { lengths: arrays("lengths")?.unwrap_or_default(), order, costs: arrays("costs")?, options })
     }
 
-    fn view(&self) -> PackRequest<'_> {
+    pub(super) fn view(&self) -> PackRequest<'_> {
         let options = self.options.clone();
         PackRequest {
             lengths: self.lengths.iter().map(IntegerArray::view).collect(),
@@ -229,11 +227,4 @@ pub(crate) fn plan_fingerprint(
 ) -> PyResult<String> {
     let request = Request::new(request)?;
     enter(py, progress, move |signals| Ok(tundish_packing::plan_fingerprint(request.view(), signals)?.to_string()))
-}
-
-/// The options of a request without arrays, checked and complete: the metadata of an empty plan, as JSON.
-#[pyfunction]
-pub(crate) fn pack_options(request: &Bound<'_, PyDict>) -> PyResult<String> {
-    let request = Request::new(request)?;
-    to_json(&PlanMetadata::of_request(&request.view()).map_err(BindingError::Pack)?)
 }

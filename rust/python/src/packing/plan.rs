@@ -7,9 +7,10 @@ use numpy::{PyArray1, PyUntypedArray};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::plan::{self, AttachedLengths, PackBatch, PlanView};
-use tundish_packing::{ColumnChecks, Integers, NoProgress, folder, verify};
+use tundish_packing::{ColumnChecks, Integers, Mode, NoProgress, folder, verify};
 
 use super::integer_array::{IntegerArray, view};
+use super::packer::as_integer;
 use super::{from_json, mapped_array, to_json};
 use crate::error::BindingError;
 use crate::long_work::enter;
@@ -107,13 +108,14 @@ impl PackLookup {
         lengths: Vec<Bound<'_, PyUntypedArray>>,
         order: Option<Bound<'_, PyUntypedArray>>,
         costs: Option<Vec<Bound<'_, PyUntypedArray>>>,
-        threads: Option<u64>,
+        threads: Option<Bound<'_, PyAny>>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let lengths = IntegerArray::all(&lengths)?;
         let order = order.as_ref().map(IntegerArray::new).transpose()?;
         let costs = costs.as_deref().map(IntegerArray::all).transpose()?;
         let metadata = from_json(metadata)?;
+        let threads = threads.map(|threads| as_integer(&threads, "threads", Mode::Hard)).transpose()?;
         enter(py, progress, |signals| {
             let lengths: Vec<Integers<'_>> = lengths.iter().map(IntegerArray::view).collect();
             let order = order.as_ref().map(IntegerArray::view);

@@ -1,8 +1,8 @@
 //! Draws random orders as numpy does.
 
 use pyo3::prelude::*;
-use tundish_packing::inputs::RandomState;
 use tundish_packing::plan::Column;
+use tundish_packing::shuffle::RandomState;
 
 use super::as_numpy;
 use crate::long_work::enter;
