@@ -151,7 +151,8 @@ fn any_changed_fact_is_found() {
         ("align", |plan| plan.metadata.align = 4),
         ("multiple_of", |plan| plan.metadata.multiple_of = Some(5)),
         ("remainder", |plan| {
-            plan.metadata.remainder = if plan.metadata.remainder.is_some() { None } else { Some(Remainder::Repeat) };
+            let is_repeat = plan.metadata.remainder == Some(Remainder::Repeat);
+            plan.metadata.remainder = Some(if is_repeat { Remainder::Drop } else { Remainder::Repeat });
         }),
         ("packs_dropped", |plan| plan.metadata.counts.packs_dropped += 7),
         ("tokens", |plan| plan.metadata.counts.tokens += 1),

@@ -174,8 +174,10 @@ impl WholePacks {
         let (count, most) = (pieces.len() as u64, self.options.most_pieces());
         let mut left = max_length;
         for &tokens in pieces {
-            let fits = (1..=left).contains(&tokens);
-            left = left.checked_sub(self.options.aligned(tokens)).filter(|_| fits)?;
+            if !(1..=left).contains(&tokens) {
+                return None;
+            }
+            left = left.checked_sub(self.options.aligned(tokens))?;
         }
         if count == 0 || count > most {
             return None;
