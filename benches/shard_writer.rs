@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::staging::FileImage;
+use tundish_commit::{ShardWriter, WriterOptions};
 
 const PARENT: &str = env!("CARGO_TARGET_TMPDIR");
 

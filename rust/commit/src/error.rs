@@ -294,6 +294,23 @@ impl CommitError {
         Some(errno.raw_os_error())
     }
 
+    /// An error that refers to this one as an earlier failure.
+    pub(crate) fn again(&self) -> Self {
+        let path = self.path().to_path_buf();
+        match self {
+            CommitError::Panicked { message, .. } => CommitError::Panicked { path, message: message.clone() },
+            CommitError::Io { operation, source, .. } | CommitError::Poisoned { operation, source, .. } => {
+                let errno = source.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
+                CommitError::Poisoned { operation, path, source: io::Error::from_raw_os_error(errno) }
+            }
+            CommitError::NotPublishable { reason, .. } => CommitError::NotPublishable { path, reason: reason.clone() },
+            other => {
+                let reason = format!("it failed before, so begin it again: {other}");
+                CommitError::NotPublishable { path, reason }
+            }
+        }
+    }
+
     /// Whether the disk was full. A failed fsync is final even if it reports that.
     pub(crate) fn is_out_of_space(&self) -> bool {
         let is_fsync = matches!(self, CommitError::Io { operation: "fsync", .. });
@@ -307,5 +324,31 @@ impl CommitError {
 
     pub(crate) fn is(&self, errno: Errno) -> bool {
         self.raw_os_error() == Some(errno.raw_os_error())
+    }
+}
+
+/// The first failure of those who write the files of a folder. It is never forgotten: a save that failed stays failed.
+#[derive(Debug, Default)]
+pub(crate) struct FirstFailure(Option<CommitError>);
+
+impl FirstFailure {
+    pub(crate) fn record(&mut self, error: CommitError) {
+        self.0.get_or_insert(error);
+    }
+
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Refuses once anything failed, with an error that refers to it.
+    pub(crate) fn check(&self) -> Result<(), CommitError> {
+        self.0.as_ref().map_or(Ok(()), |failure| Err(failure.again()))
+    }
+
+    /// The failure, if there is one: the original error the first time, then one that refers to it.
+    pub(crate) fn report(&mut self) -> Result<(), CommitError> {
+        let Some(failure) = self.0.as_ref() else { return Ok(()) };
+        let again = failure.again();
+        self.0.replace(again).map_or(Ok(()), Err)
     }
 }

@@ -1,7 +1,7 @@
 //! Paths, file names, and the names of hidden folders.
 //!
 //! A hidden folder is called `.NAME.<16 hexadecimal digits>.incomplete`: 8 digits of a tag for the machine and file
-//! system of the writer (see `unfinished_folder.rs`), then 8 random ones. A sweep removes no other name.
+//! system of the writer (see `hidden_folder.rs`), then 8 random ones. A sweep removes no other name.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -77,6 +77,11 @@ pub(crate) fn split(path: &Path) -> Result<(PathBuf, OsString), CommitError> {
     let absolute = absolute(path)?;
     let parent = absolute.parent().ok_or_else(|| invalid("it has no parent folder"))?;
     Ok((parent.to_path_buf(), name.to_os_string()))
+}
+
+/// The name of a target that [`split_target`] accepted.
+pub(crate) fn last_part(target: &Path) -> &OsStr {
+    target.file_name().unwrap_or_default()
 }
 
 /// Refuses anything but one plain file name.

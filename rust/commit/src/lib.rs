@@ -13,7 +13,7 @@
 //!    process or fail the call at each of them.
 //!
 //! Checkpoints follow the same rules with many writers and readers: [`root`] decides which checkpoints exist,
-//! [`shards`] writes their files, and [`staging`] holds the memory they are written from.
+//! [`ShardWriter`] writes their files, and [`staging`] holds the memory they are written from.
 //!
 //! The method of atomic replacement is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
 //! "Can Applications Recover from fsync Failures?" (Rebello et al., USENIX ATC 2020) shows why a failed fsync is final.
@@ -31,19 +31,35 @@
 
 #![deny(unsafe_code)]
 
+mod atomic_folder;
 mod checksum;
 pub mod disk;
 mod error;
-mod files;
-mod folders;
+#[cfg(feature = "failpoints")]
+mod failpoints;
+mod file_checksums;
+mod folder_tree;
+mod hidden_folder;
 mod hidden_names;
 pub mod manifest;
+mod open_folder;
+mod output_file;
+mod real_disk;
 pub mod root;
-pub mod shards;
+mod shard_writer;
 pub mod staging;
+mod work_queue;
+mod writer_slots;
+mod writer_threads;
 
+pub use atomic_folder::{AtomicFolder, FolderFile, free_space, replace_file};
 pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
-pub use files::{checksum_file, write_small_file};
-pub use folders::{AtomicFolder, FolderFile, SweepReport, free_space, replace_file, sweep};
+pub use file_checksums::checksum_file;
+pub use folder_tree::write_small_file;
+pub use hidden_folder::{SweepReport, sweep};
 pub use manifest::{CheckpointKind, FileMetadata, Manifest, add_manifest_checksum};
+pub use real_disk::RealDisk;
+pub use shard_writer::ShardWriter;
+pub use writer_slots::sweep_slots;
+pub use writer_threads::WriterOptions;

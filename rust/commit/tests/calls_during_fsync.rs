@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use tundish_commit::disk::RealDisk;
+use tundish_commit::RealDisk;
 use tundish_commit::root::{Root, read_lock_at};
 use tundish_commit::{CheckpointKind, CommitError};
 use watched_disk::{CHANGING, WatchedDisk, listed, manifest, names, open, save, visible, write};

@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use tundish_commit::disk::RealDisk;
+use tundish_commit::RealDisk;
 use tundish_commit::root::{ReadonlyRoot, Root};
 use tundish_commit::{CheckpointKind, CommitError};
 use watched_disk::{CHANGING, WatchedDisk, manifest, names, open, save, write};

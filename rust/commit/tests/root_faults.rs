@@ -17,7 +17,7 @@ use std::process::Output;
 use std::time::Duration;
 
 use common::entries;
-use tundish_commit::disk::RealDisk;
+use tundish_commit::RealDisk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
 use tundish_commit::{CheckpointKind, CommitError};
 

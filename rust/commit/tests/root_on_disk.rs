@@ -13,10 +13,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Mount, entries};
-use tundish_commit::disk::{Disk, LockMode, LockOutcome, RealDisk, Room};
+use tundish_commit::RealDisk;
+use tundish_commit::disk::{Disk, LockMode, LockOutcome, Room};
 use tundish_commit::root::{OpenOptions, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
-use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{ShardWriter, WriterOptions};
 
 const ENOSPC: i32 = 28;
 const EROFS: i32 = 30;

@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{Mount, child as writer, image};
-use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, FileMetadata};
+use tundish_commit::{ShardWriter, WriterOptions};
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;

@@ -21,10 +21,11 @@ use std::time::{Duration, Instant};
 
 use common::{Mount, crc64, image};
 use proptest::prelude::*;
-use tundish_commit::disk::{Disk, RealDisk};
-use tundish_commit::shards::{ShardWriter, WriterOptions};
+use tundish_commit::RealDisk;
+use tundish_commit::disk::Disk;
 use tundish_commit::staging::FileImage;
 use tundish_commit::{CommitError, FileMetadata, write_small_file};
+use tundish_commit::{ShardWriter, WriterOptions};
 use watched_disk::WatchedDisk;
 
 const ENOSPC: i32 = 28;

@@ -11,7 +11,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use common::crc64;
-use tundish_commit::disk::RealDisk;
+use tundish_commit::RealDisk;
 use tundish_commit::root::{read_lock_at, verify_checkpoint};
 use tundish_commit::{CommitError, add_manifest_checksum, checksum_file, write_small_file};
 

@@ -1,6 +1,6 @@
 """Failpoints for processes that a test starts: system calls that kill the process, fail or panic.
 
-The compiled module of a checkout has them, a wheel has not. `rust/commit/src/disk/failpoints.rs` says what they do. A
+The compiled module of a checkout has them, a wheel has not. `rust/commit/src/failpoints.rs` says what they do. A
 process reads its setting from the environment at its first system call that changes a disk.
 """
 

@@ -1,6 +1,6 @@
 //! The root of a run's checkpoints: which of them exist, and who may change that.
 //!
-//! A checkpoint is begun, written into a hidden folder, and published by one rename. `contents/root_names.rs` lists
+//! A checkpoint is begun, written into a hidden folder, and published by one rename. `names.rs` lists
 //! all names in a root.
 //!
 //! Invariants:
@@ -12,23 +12,22 @@
 //!    emptied when that is durable. After a
 //!    crash between any two steps every visible checkpoint is whole, and the next start completes or undoes the rest.
 //! 3. These are never removed: the newest checkpoint of a kind, one that is being read, one that is protected.
-//! 4. Only the process that holds the writer lock changes a root, and only names that `root_names.rs` defines. Nothing
+//! 4. Only the process that holds the writer lock changes a root, and only names that `names.rs` defines. Nothing
 //!    is reached through a symbolic link.
 //! 5. A failed fsync is final for what it was meant to make durable. A checkpoint whose name may not be durable is not
 //!    counted until the next start has looked at it.
 //! 6. Two changes of what is visible never interleave. A checkpoint counts as published once its name is
-//!    durable and the link is changed. Queries, and the beginning of a checkpoint, wait for no fsync (`thread_locks.rs`).
+//!    durable and the link is changed. Queries, and the beginning of a checkpoint, wait for no fsync (`checkpoint_root.rs`).
 //! 7. The next call that depends on a checkpoint notices that people removed, renamed or replaced it
-//!    (`external_changes.rs`).
+//!    (`checkpoint_root.rs`).
 //!
 //! Everything goes through a [`Disk`](crate::disk::Disk), so that tests can cut the power between any two steps.
 //!
 //! ```
 //! use std::time::Duration;
 //!
-//! use tundish_commit::disk::RealDisk;
 //! use tundish_commit::root::{OpenOptions, Root};
-//! use tundish_commit::{CheckpointKind, write_small_file};
+//! use tundish_commit::{CheckpointKind, RealDisk, write_small_file};
 //!
 //! let parent = tempfile::tempdir().unwrap();
 //! let options = OpenOptions::new(Duration::ZERO);
@@ -44,20 +43,21 @@
 //! ```
 
 mod checkpoint_root;
-mod contents;
-mod external_changes;
-mod open;
+mod latest_links;
+mod names;
 mod publish;
-mod reading;
+mod read_lock;
+mod readonly_root;
 mod recovery;
-mod remove;
-mod set_aside;
-mod thread_locks;
+mod removal;
+mod verify;
+mod whole_checkpoint;
 mod writer_lock;
 
-pub use checkpoint_root::Root;
-pub use contents::{CheckpointInfo, Damage, unfinished_name};
-pub use open::OpenOptions;
-pub use reading::{DamagedCheckpoint, ReadLock, ReadonlyRoot, RootListing, read_lock_at, verify_checkpoint};
+pub use checkpoint_root::{OpenOptions, Root};
+pub use names::unfinished_name;
+pub use read_lock::{ReadLock, read_lock_at, verify_checkpoint};
+pub use readonly_root::{DamagedCheckpoint, ReadonlyRoot, RootListing};
 pub use recovery::RecoveryReport;
+pub use whole_checkpoint::{CheckpointInfo, Damage};
 pub use writer_lock::{HeartbeatTiming, ProcessIdentity, WaitCallback};

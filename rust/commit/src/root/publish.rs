@@ -7,14 +7,16 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::{InProgress, Root, State};
-use super::contents::whole_checkpoint::{PublishedCheckpoint, check_contents};
-use super::contents::{CheckpointInfo, CheckpointKey, OpenFolder, latest_links, root_names};
-use super::reading::{ReaderExclusion, exclude_readers};
-use crate::disk::{Disk, EntryKind, LockMode, Room};
-use crate::error::CommitError;
+use super::read_lock::{ReaderExclusion, exclude_readers};
+use super::whole_checkpoint::{CheckpointInfo, CheckpointKey, PublishedCheckpoint, check_contents};
+use super::{latest_links, names};
+use crate::disk::{Disk, EntryKind, Room};
+use crate::error::{CommitError, FirstFailure};
+use crate::hidden_folder::HiddenFolder;
 use crate::manifest::{self, CheckpointKind, Manifest, add_manifest_checksum};
+use crate::open_folder::{OpenFolder, Replacing};
 
-impl<D: Disk + Clone + 'static> Root<D> {
+impl<D: Disk> Root<D> {
     /// Checks that a step may be saved, and reserves the room that its checkpoint will take. Until it is published or
     /// abandoned, no lower step may be saved. Changes nothing on the disk; a second call looks again.
     ///
@@ -40,7 +42,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let reserved = self.state()?.reserved.clone();
         let mut free = self.root.disk.free_room(&self.root.folder, &self.root.path)?;
         for ((kind, step), room) in reserved.into_iter().filter(|(other, _)| *other != key) {
-            let folder = self.root.open_folder(&root_names::unfinished(kind, step));
+            let folder = self.root.open_folder(&names::unfinished(kind, step));
             // It was not begun, or is published by now.
             let taken = folder.and_then(|folder| folder.taken()).unwrap_or(Room { bytes: 0, files: 0 });
             free.bytes = free.bytes.saturating_sub(room.bytes.saturating_sub(taken.bytes));
@@ -59,17 +61,14 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.check_owned()?;
         self.check_may_begin((kind, step), overwrite)?;
         self.hide_leftover((kind, step))?;
-        let folder = self.root.create_private_folder(&root_names::unfinished(kind, step))?;
-        // The lock shows other processes that a writer is alive, where such locks exist.
-        self.root.disk.lock_folder(&folder.folder, LockMode::Shared, &folder.path)?;
-        let path = folder.path.clone();
-        let unfinished = InProgress { folder: Arc::new(folder), failed: false };
-        self.state()?.in_progress.insert((kind, step), unfinished);
+        let hidden = Arc::new(HiddenFolder::create(&self.root, &names::unfinished(kind, step))?);
+        let path = hidden.folder.path.clone();
+        self.state()?.in_progress.insert((kind, step), InProgress { hidden, failure: FirstFailure::default() });
         Ok(path)
     }
 
     fn check_may_begin(&self, (kind, step): CheckpointKey, overwrite: bool) -> Result<(), CommitError> {
-        if step > root_names::MAX_STEP {
+        if step > names::MAX_STEP {
             let path = self.checkpoint_path((kind, step));
             return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
         }
@@ -98,7 +97,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
     /// Whether there is a checkpoint to overwrite.
     fn has_target(&self, (kind, step): CheckpointKey, overwrite: bool) -> Result<bool, CommitError> {
-        let name = root_names::checkpoint(kind, step);
+        let name = names::checkpoint(kind, step);
         let path = self.root.path.join(&name);
         let Some(stat) = self.root.look_at(&name)? else {
             return Ok(false);
@@ -124,12 +123,12 @@ impl<D: Disk + Clone + 'static> Root<D> {
         if !self.has_target((kind, step), overwrite)? {
             return Ok(None);
         }
-        exclude_readers(&self.root, &root_names::checkpoint(kind, step)).map(Some)
+        exclude_readers(&self.root, &names::checkpoint(kind, step)).map(Some)
     }
 
     /// Moves what an earlier attempt at a step left out of the way.
     fn hide_leftover(&self, key: CheckpointKey) -> Result<(), CommitError> {
-        let name = root_names::unfinished(key.0, key.1);
+        let name = names::unfinished(key.0, key.1);
         let Some(stat) = self.root.look_at(&name)? else {
             return Ok(());
         };
@@ -147,8 +146,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Renames an unfinished folder to a name for removal and returns that. A process that still writes into it cannot
     /// affect the next attempt.
     fn hide_unfinished(&self, (kind, step): CheckpointKey) -> Result<OsString, CommitError> {
-        let hidden = self.root.free_name(|number| root_names::removed(kind, step, number))?;
-        self.root.rename_new(&root_names::unfinished(kind, step), &hidden)?;
+        let hidden = self.root.free_name(|number| names::removed(kind, step, number))?;
+        self.root.rename(&names::unfinished(kind, step), &hidden, Replacing::Nothing)?;
         Ok(hidden)
     }
 
@@ -179,7 +178,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
                 // The reader will end, and nothing was changed yet.
                 let is_in_use = matches!(error, CommitError::CheckpointInUse { .. });
                 if let Some(unfinished) = self.state()?.in_progress.get_mut(&key).filter(|_| !is_in_use) {
-                    unfinished.failed = true;
+                    unfinished.failure.record(error.again());
                 }
                 return Err(error);
             }
@@ -214,24 +213,20 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ) -> Result<(Arc<PublishedCheckpoint>, Option<ReaderExclusion<D>>), CommitError> {
         // A text without a checksum is no manifest, and is refused as such.
         let text = &add_manifest_checksum(text).unwrap_or_else(|| text.to_owned());
-        let (unfinished, manifest) = self.check_publishable(key, text)?;
+        let (hidden, manifest) = self.check_publishable(key, text)?;
         let target = self.exclude_target_readers(key, overwrite)?;
-        let manifest_file = unfinished.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
-        unfinished.folder.open_to_readers()?;
-        unfinished.folder.sync_all()?;
+        let manifest_file = hidden.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
+        hidden.complete()?;
         // A rename that may have happened is not durable before the root is.
         self.state()?.uncertain.insert(key);
-        let replaced = self.rename(key, target).inspect_err(|_| self.resolve_uncertainty(key, &unfinished))?;
+        let replaced = self.rename(key, &hidden, target).inspect_err(|_| self.resolve_uncertainty(key, &hidden))?;
         // The replaced checkpoint is gone, and the new one is not durable yet.
         self.state()?.published.remove(&key);
         let path = self.checkpoint_path(key);
-        if let Err(error) = self.root.sync() {
+        if let Err(error) = self.root.sync_name(&path) {
             // It is visible, so there is nothing to abandon.
             self.state()?.forget_unfinished(key);
-            return Err(match error {
-                CommitError::Io { source, .. } => CommitError::NotDurable { path, source },
-                other => other,
-            });
+            return Err(error);
         }
         self.state()?.uncertain.remove(&key);
         let checkpoint = CheckpointInfo::new(path, manifest);
@@ -240,8 +235,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
     /// A rename certainly failed if the folder still has its hidden name. Where that is unknown, as on a network file
     /// system that does not answer, the next start looks.
-    fn resolve_uncertainty(&self, key: CheckpointKey, unfinished: &InProgress<D>) {
-        if matches!(self.root.has(&root_names::unfinished(key.0, key.1), &unfinished.folder), Ok(true))
+    fn resolve_uncertainty(&self, key: CheckpointKey, hidden: &HiddenFolder<D>) {
+        if matches!(hidden.is_in(&self.root), Ok(true))
             && let Ok(mut state) = self.state()
         {
             state.uncertain.remove(&key);
@@ -255,15 +250,21 @@ impl<D: Disk + Clone + 'static> Root<D> {
         latest_links::update_latest_link(&self.root, &all, key.0).map(drop)
     }
 
-    fn check_publishable(&self, key: CheckpointKey, text: &str) -> Result<(InProgress<D>, Manifest), CommitError> {
-        let name = root_names::unfinished(key.0, key.1);
-        let path = self.root.path.join(&name);
+    fn check_publishable(
+        &self,
+        key: CheckpointKey,
+        text: &str,
+    ) -> Result<(Arc<HiddenFolder<D>>, Manifest), CommitError> {
+        let path = self.root.path.join(names::unfinished(key.0, key.1));
         let refuse = |reason: &str| CommitError::NotPublishable { path: path.clone(), reason: reason.to_owned() };
-        let unfinished = self.state()?.in_progress.get(&key).cloned().ok_or_else(|| refuse("it was not begun"))?;
-        if unfinished.failed {
-            return Err(refuse("publishing it failed before; begin it again"));
-        }
-        if !self.root.has(&name, &unfinished.folder)? {
+        let hidden = match self.state()?.in_progress.get(&key) {
+            None => return Err(refuse("it was not begun")),
+            Some(unfinished) => {
+                unfinished.failure.check()?;
+                Arc::clone(&unfinished.hidden)
+            }
+        };
+        if !hidden.is_in(&self.root)? {
             return Err(refuse("somebody removed or renamed it while it was written"));
         }
         let manifest =
@@ -271,28 +272,27 @@ impl<D: Disk + Clone + 'static> Root<D> {
         if (manifest.kind, manifest.step) != key {
             return Err(refuse(&format!("its manifest is that of {}-{}", manifest.kind, manifest.step)));
         }
-        check_contents(&unfinished.folder, &manifest)?;
-        Ok((unfinished, manifest))
+        check_contents(&hidden.folder, &manifest)?;
+        Ok((hidden, manifest))
     }
 
     /// `target`: the lock on what is replaced.
     fn rename(
         &self,
         (kind, step): CheckpointKey,
+        hidden: &HiddenFolder<D>,
         target: Option<ReaderExclusion<D>>,
     ) -> Result<Option<ReaderExclusion<D>>, CommitError> {
-        let (from, to) = (root_names::unfinished(kind, step), root_names::checkpoint(kind, step));
-        if target.is_some() {
-            self.root.exchange(&from, &to)?;
-            return Ok(target);
+        let replacing = if target.is_some() { Replacing::Folder } else { Replacing::Nothing };
+        let path = self.checkpoint_path((kind, step));
+        match hidden.rename(&self.root, &names::checkpoint(kind, step), replacing) {
+            Err(error) if error.is(Errno::EXIST) => {
+                let reason = "appeared while it was being written; move it elsewhere".to_owned();
+                Err(CommitError::StepExists { path, reason })
+            }
+            Err(error) if target.is_some() && error.is(Errno::INVAL) => Err(CommitError::ExchangeUnsupported { path }),
+            outcome => outcome.map(|()| target),
         }
-        self.root.rename_new(&from, &to).map(|()| None).map_err(|error| match error {
-            error if error.is(Errno::EXIST) => CommitError::StepExists {
-                path: self.checkpoint_path((kind, step)),
-                reason: "appeared while it was being written; move it elsewhere".to_owned(),
-            },
-            error => error,
-        })
     }
 
     /// Abandons a checkpoint that was begun: removes what was written. Does nothing for any other.
@@ -306,7 +306,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let Some(unfinished) = self.state()?.forget_unfinished((kind, step)) else {
             return Ok(());
         };
-        if !self.root.has(&root_names::unfinished(kind, step), &unfinished.folder)? {
+        if !unfinished.hidden.is_in(&self.root)? {
             return Ok(());
         }
         let hidden = self.hide_unfinished((kind, step))?;
@@ -317,7 +317,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 }
 
-impl<D: Disk + Clone + 'static> State<D> {
+impl<D: Disk> State<D> {
     fn forget_unfinished(&mut self, key: CheckpointKey) -> Option<InProgress<D>> {
         self.reserved.remove(&key);
         self.in_progress.remove(&key)

@@ -1,6 +1,6 @@
 //! Recovery at every start: completes or undoes what the last owner left unfinished.
 //!
-//! Invariants: nothing is removed before the visible names are durable. Only leftovers (`root_names.rs`) are removed,
+//! Invariants: nothing is removed before the visible names are durable. Only leftovers (`names.rs`) are removed,
 //! and none that a process still writes into. Opening a clean root changes nothing.
 
 use std::collections::BTreeMap;
@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::contents::root_names::RootEntry;
-use super::contents::whole_checkpoint::{ExamineFailure, examine};
-use super::contents::{Checkpoints, OpenFolder, latest_links, root_names};
-use super::set_aside;
+use super::names::{self, RootEntry};
+use super::whole_checkpoint::{Checkpoints, ExamineFailure, examine};
+use super::{latest_links, removal};
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
+use crate::open_folder::OpenFolder;
 
 /// The results of opening a root. Paths are absolute.
 #[derive(Debug, Default, Clone, Serialize)]
@@ -41,7 +41,7 @@ struct ScannedRoot {
 }
 
 /// Recovers a root that this process owns.
-pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoints, RecoveryReport), CommitError> {
+pub(crate) fn recover<D: Disk>(root: &OpenFolder<D>) -> Result<(Checkpoints, RecoveryReport), CommitError> {
     latest_links::check_names(root)?;
     // The last owner may have died between a rename and this fsync.
     root.sync()?;
@@ -54,7 +54,7 @@ pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoi
     // The lowest step covers all others.
     discard_markers.sort_unstable();
     for step in discard_markers {
-        let moved = set_aside::complete(root, &mut published, step)?;
+        let moved = removal::complete_discard(root, &mut published, step)?;
         recovery.ignored.retain(|path, _| root.look_at(file_name(path)).is_ok_and(|found| found.is_some()));
         recovery.set_aside.extend(moved.iter().map(|path| path.display().to_string()));
     }
@@ -66,12 +66,12 @@ fn file_name(path: &str) -> &OsStr {
     OsStr::new(path.rsplit('/').next().unwrap_or(path))
 }
 
-fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) -> Result<ScannedRoot, CommitError> {
+fn scan<D: Disk>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) -> Result<ScannedRoot, CommitError> {
     let mut found = ScannedRoot { published: Checkpoints::new(), leftovers: Vec::new(), discard_markers: Vec::new() };
     let mut names = root.list()?;
     names.sort_unstable();
     for name in names {
-        match root_names::classify(&name) {
+        match names::classify(&name) {
             RootEntry::Checkpoint(kind, step) => match examine(root, kind, step) {
                 Ok(whole) => {
                     found.published.insert((kind, step), Arc::new(whole));
@@ -83,7 +83,7 @@ fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) ->
                 Err(ExamineFailure::Unreadable(error)) => return Err(error),
             },
             RootEntry::Leftover => found.leftovers.push(name),
-            RootEntry::DiscardMarker(step) if set_aside::is_discard_marker(root, &name)? => {
+            RootEntry::DiscardMarker(step) if removal::is_discard_marker(root, &name)? => {
                 found.discard_markers.push(step)
             }
             RootEntry::DiscardMarker(_) | RootEntry::Other => {}
@@ -93,21 +93,21 @@ fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) ->
 }
 
 /// Makes the links lead to the newest checkpoints.
-fn repair<D: Disk + Clone>(
+fn repair<D: Disk>(
     root: &OpenFolder<D>,
     published: &Checkpoints,
     recovery: &mut RecoveryReport,
 ) -> Result<(), CommitError> {
     for kind in CheckpointKind::ALL {
         if latest_links::update_latest_link(root, published, kind)? {
-            recovery.repaired.push(display_path(root, &root_names::latest_link(kind)));
+            recovery.repaired.push(display_path(root, &names::latest_link(kind)));
         }
     }
     Ok(())
 }
 
 /// Removes a leftover. A failure must not keep the root from being opened.
-fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery: &mut RecoveryReport) {
+fn remove_leftover<D: Disk>(root: &OpenFolder<D>, name: &OsStr, recovery: &mut RecoveryReport) {
     match root.has_live_writer(name) {
         Ok(true) => return recovery.live.push(display_path(root, name)),
         Ok(false) => {}
@@ -119,6 +119,6 @@ fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery
     }
 }
 
-fn display_path<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> String {
+fn display_path<D: Disk>(root: &OpenFolder<D>, name: &OsStr) -> String {
     root.path.join(name).display().to_string()
 }

@@ -28,10 +28,11 @@ use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 
+use super::names;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, LockOutcome, write_all};
 use crate::error::CommitError;
-use crate::root::contents::{OpenFolder, root_names};
+use crate::open_folder::OpenFolder;
 
 // Identifies a process among all processes on all machines that may open one root.
 
@@ -269,7 +270,7 @@ impl<D: Disk> LockFile<D> {
 
     pub(crate) fn write(&self, record: &LockRecord) -> Result<(), CommitError> {
         let bytes = record.to_bytes();
-        write_all(&self.disk, &self.file, 0, &bytes, &self.path, bytes.len(), |_| Ok(()))?;
+        write_all(&self.disk, &self.file, 0, &bytes, &self.path, |_| Ok(()))?;
         // The fsync sends it to the server. Nobody needs a heartbeat after a crash.
         if self.is_shared { self.disk.fsync(&self.file, &self.path) } else { Ok(()) }
     }
@@ -302,7 +303,7 @@ pub(crate) struct Heartbeat {
 }
 
 impl Heartbeat {
-    pub(crate) fn start<D: Disk + 'static>(lock_file: Arc<LockFile<D>>) -> Result<Self, CommitError> {
+    pub(crate) fn start<D: Disk>(lock_file: Arc<LockFile<D>>) -> Result<Self, CommitError> {
         let (stop, stopped) = mpsc::channel::<()>();
         let path = lock_file.path.clone();
         let run = move || {
@@ -342,14 +343,14 @@ const POLL: Duration = Duration::from_millis(50);
 pub type WaitCallback<'a> = &'a mut dyn FnMut() -> Result<(), CommitError>;
 
 /// The ownership of a root. Dropping it releases the root.
-pub(crate) struct WriterLock<D: Disk + Clone + 'static> {
+pub(crate) struct WriterLock<D: Disk> {
     lock_file: Arc<LockFile<D>>,
     /// `None` while it is being dropped.
     heartbeat: Option<Heartbeat>,
     process: u32,
 }
 
-impl<D: Disk + Clone + 'static> WriterLock<D> {
+impl<D: Disk> WriterLock<D> {
     /// Takes the lock. Waits up to `wait` for its owner to die or release it, and until it is known whether there is
     /// one.
     pub(crate) fn acquire(
@@ -395,20 +396,20 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
     /// Checks that this process still owns the root, before a change.
     pub(crate) fn check(&self, root: &OpenFolder<D>) -> Result<(), CommitError> {
         let lost = |reason: String| Err(CommitError::RootLost { path: root.path.clone(), reason });
-        match root.look_at(OsStr::new(root_names::WRITER_LOCK))? {
+        match root.look_at(OsStr::new(names::WRITER_LOCK))? {
             Some(named)
                 if named.is_same(&self.lock_file.disk.file_stat(&self.lock_file.file, &self.lock_file.path)?) => {}
-            _ => return lost(format!("its lock {} was removed", root_names::WRITER_LOCK)),
+            _ => return lost(format!("its lock {} was removed", names::WRITER_LOCK)),
         }
         match self.lock_file.read_again()? {
             Some(record) if record.nonce == self.lock_file.own.nonce => Ok(()),
             Some(record) => lost(format!("{} took it over", record.describe())),
-            None => lost(format!("its lock {} was overwritten", root_names::WRITER_LOCK)),
+            None => lost(format!("its lock {} was overwritten", names::WRITER_LOCK)),
         }
     }
 }
 
-impl<D: Disk + Clone + 'static> Drop for WriterLock<D> {
+impl<D: Disk> Drop for WriterLock<D> {
     fn drop(&mut self) {
         if self.process != std::process::id() {
             // This is a copy in a child made by `fork`.
@@ -422,8 +423,8 @@ impl<D: Disk + Clone + 'static> Drop for WriterLock<D> {
 }
 
 /// The random text in the writer lock of `root`; `None` where nobody ever owned it.
-pub(crate) fn nonce_of<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<Option<String>, CommitError> {
-    let name = OsStr::new(root_names::WRITER_LOCK);
+pub(crate) fn nonce_of<D: Disk>(root: &OpenFolder<D>) -> Result<Option<String>, CommitError> {
+    let name = OsStr::new(names::WRITER_LOCK);
     if root.look_at(name)?.is_none_or(|stat| stat.kind != EntryKind::File) {
         return Ok(None);
     }
@@ -443,13 +444,13 @@ enum LockState<F> {
 }
 
 impl<F> LockState<F> {
-    fn try_lock<D: Disk<File = F> + Clone>(
+    fn try_lock<D: Disk<File = F>>(
         root: &OpenFolder<D>,
         identity: &ProcessIdentity,
         history: &mut RecordHistory,
         timing: HeartbeatTiming,
     ) -> Result<Self, CommitError> {
-        let name = OsStr::new(root_names::WRITER_LOCK);
+        let name = OsStr::new(names::WRITER_LOCK);
         let path = root.path.join(name);
         if root.look_at(name)?.is_some_and(|stat| stat.kind != EntryKind::File) {
             return Err(CommitError::NameTaken { path, needed_for: "the writer lock of the root" });
@@ -491,13 +492,13 @@ impl<F> LockState<F> {
 
 /// Writes this process's record into a free file. Returns the record of another process that did so first, where
 /// the file could not be locked.
-fn take_ownership<D: Disk + Clone>(
+fn take_ownership<D: Disk>(
     root: &OpenFolder<D>,
     file: D::File,
     owner: ProcessIdentity,
     timing: HeartbeatTiming,
 ) -> Result<Result<LockFile<D>, Option<LockRecord>>, CommitError> {
-    let name = OsStr::new(root_names::WRITER_LOCK);
+    let name = OsStr::new(names::WRITER_LOCK);
     let path = root.path.join(name);
     let own = LockRecord::new(owner, nonce(&path)?);
     let is_shared = !root.disk.is_local(&root.folder);

@@ -131,7 +131,7 @@ impl World {
             Node::Folder(_) => (EntryKind::Folder, 0),
             Node::Link(target) => (EntryKind::Link, target.len() as u64),
         };
-        FileStat { kind, device: 1, inode: number as u64, size, taken: size, user: 0 }
+        FileStat { kind, device: 1, inode: number as u64, size, taken: size, user: 0, is_marked: false }
     }
 }
 
@@ -320,13 +320,15 @@ impl Disk for ModelDisk {
         })
     }
 
-    fn create_private_folder(&self, parent: &Number, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+    fn create_hidden_folder(&self, parent: &Number, name: &OsStr, path: &Path) -> Result<(), CommitError> {
         self.create_folder(parent, name, path)
     }
 
     fn open_to_readers(&self, _folder: &Number, _path: &Path) -> Result<(), CommitError> {
         Ok(())
     }
+
+    fn unmark(&self, _folder: &Number) {}
 
     fn create_file(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Number, CommitError> {
         self.call(path, |world| match world.find(*folder, name) {

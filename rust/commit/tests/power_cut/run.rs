@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use tundish_commit::disk::Disk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
-use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{ShardWriter, WriterOptions};
 
 use crate::common::image;
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tundish_commit::CommitError;
-use tundish_commit::disk::{RealDisk, Room};
+use tundish_commit::RealDisk;
+use tundish_commit::disk::Room;
 use tundish_commit::root::{OpenOptions, RecoveryReport, Root};
 use tundish_packing::Progress;
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use tundish_commit::disk::RealDisk;
+use tundish_commit::RealDisk;
 use tundish_commit::root::{ReadLock, read_lock_at};
 
 use super::callbacks::tick;

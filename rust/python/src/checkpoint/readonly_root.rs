@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use tundish_commit::disk::RealDisk;
+use tundish_commit::RealDisk;
 use tundish_commit::root::{ReadonlyRoot, RootListing};
 
 use super::descriptions::{checkpoint_dicts, parse_kind};

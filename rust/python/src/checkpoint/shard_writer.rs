@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use tundish_commit::shards::{self, WriterOptions};
+use tundish_commit::WriterOptions;
 use tundish_commit::staging::Memory;
 use tundish_packing::Progress;
 
@@ -29,7 +29,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(30);
 /// CRC-64/NVME of each file.
 #[pyclass(frozen)]
 pub(crate) struct ShardWriter {
-    writer: shards::ShardWriter,
+    writer: tundish_commit::ShardWriter,
 }
 
 #[pymethods]
@@ -47,7 +47,7 @@ impl ShardWriter {
             let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
             let options = WriterOptions { checksum, writers_per_node };
             let mut check_cancelled = || tick(signals, "preallocate", 0, 0);
-            Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut check_cancelled)? })
+            Ok(Self { writer: tundish_commit::ShardWriter::create(folder, &files, options, &mut check_cancelled)? })
         })
     }
 
@@ -124,5 +124,5 @@ impl Drop for ShardWriter {
 #[pyfunction]
 #[pyo3(signature = (root = None, *, dry_run = false))]
 pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
-    enter(py, None, |_| Ok(shards::sweep_slots(root.as_deref(), dry_run)))
+    enter(py, None, |_| Ok(tundish_commit::sweep_slots(root.as_deref(), dry_run)))
 }

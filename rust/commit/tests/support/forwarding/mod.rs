@@ -18,7 +18,7 @@ macro_rules! forwarded {
             fn free_room(folder: &Folder, path: &Path) -> Outcome<tundish_commit::disk::Room>;
             fn read_link(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<OsString>;
             fn create_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
-            fn create_private_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+            fn create_hidden_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
             fn open_to_readers(folder: &Folder, path: &Path) -> Outcome<()>;
             fn create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
             fn create_link(folder: &Folder, name: &OsStr, target: &OsStr, path: &Path) -> Outcome<()>;

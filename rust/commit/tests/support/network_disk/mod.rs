@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use tundish_commit::CommitError;
-use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome, RealDisk};
+use tundish_commit::RealDisk;
+use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome};
 
 const EINVAL: i32 = 22;
 pub const ETIMEDOUT: i32 = 110;
@@ -111,6 +112,10 @@ impl Disk for NetworkDisk {
 
     fn lock_file(&self, _file: &File, _sharing: LockMode, _path: &Path) -> Outcome<LockOutcome> {
         Ok(self.lock)
+    }
+
+    fn unmark(&self, folder: &Folder) {
+        RealDisk.unmark(folder);
     }
 
     fn unlock_file(&self, file: &File) {

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome, RealDisk};
+use tundish_commit::RealDisk;
+use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome};
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root};
 use tundish_commit::{CheckpointKind, CommitError};
 
@@ -22,7 +23,7 @@ type Outcome<T> = Result<T, CommitError>;
 /// The methods of a disk that change it or make something durable.
 pub const CHANGING: [&str; 14] = [
     "create_folder",
-    "create_private_folder",
+    "create_hidden_folder",
     "open_to_readers",
     "create_file",
     "create_link",
@@ -87,6 +88,7 @@ impl Disk for WatchedDisk {
     unwatched! {
         fn is_local(folder: &Folder) -> bool;
         fn unlock_file(file: &File);
+        fn unmark(folder: &Folder);
         fn evict(file: &File);
     }
 }

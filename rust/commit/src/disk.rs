@@ -1,15 +1,10 @@
 //! All system calls on the disk: each one is a method of [`Disk`].
 //!
-//! [`RealDisk`] makes the calls. `root` and `shards` are generic over the disk, so that tests can run them on a model
-//! that loses power.
+//! [`RealDisk`](crate::RealDisk) makes the calls. Roots, hidden folders and the shard writer are generic over the disk, so that tests can
+//! run them on a model that loses power.
 //!
 //! Invariants: names are relative to open folders, and symbolic links are not followed; `path` is for errors only. A
 //! call that a signal interrupts is repeated, except fsync: a failed fsync is final, whatever its reason.
-
-#[cfg(feature = "failpoints")]
-mod failpoints;
-mod real_disk;
-pub(crate) mod remove_contents;
 
 use std::ffi::{OsStr, OsString};
 use std::ops::Range;
@@ -18,8 +13,6 @@ use std::path::Path;
 use rustix::io::Errno;
 
 use crate::error::CommitError;
-
-pub use real_disk::RealDisk;
 
 /// The status of a name, or of an open folder or file. Symbolic links are not followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +29,8 @@ pub struct FileStat {
     pub taken: u64,
     /// The id of the user that owns it.
     pub user: u32,
+    /// Whether it has the mark of an unfinished folder.
+    pub is_marked: bool,
 }
 
 impl FileStat {
@@ -88,7 +83,7 @@ pub enum LockMode {
 }
 
 /// A disk, or a model of one. Errors are [`CommitError::Io`] with `path` where no other variant says more.
-pub trait Disk: Send + Sync {
+pub trait Disk: Clone + Send + Sync + 'static {
     /// An open folder.
     type Folder: Send + Sync;
     /// An open file.
@@ -156,10 +151,13 @@ pub trait Disk: Send + Sync {
 
     /// Makes the folder `name`, with the mode that the umask leaves.
     fn create_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<(), CommitError>;
-    /// Makes the folder `name` for this user alone. Other users cannot open it, and so cannot lock it.
-    fn create_private_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<(), CommitError>;
-    /// Gives a private folder the mode that the umask leaves.
+    /// Makes the folder `name` for this user alone, with the mark of an unfinished one. Other users cannot open it, and
+    /// so cannot lock it.
+    fn create_hidden_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<(), CommitError>;
+    /// Gives a hidden folder the mode that the umask leaves; it keeps its mark.
     fn open_to_readers(&self, folder: &Self::Folder, path: &Path) -> Result<(), CommitError>;
+    /// Removes the mark of an unfinished folder. Best effort: it changes nothing for those who read the folder.
+    fn unmark(&self, folder: &Self::Folder);
     /// Makes the file `name`, with the mode that the umask leaves; fails where the name exists.
     fn create_file(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::File, CommitError>;
     /// Makes `name` a symbolic link to `target`.
@@ -209,46 +207,16 @@ pub trait Disk: Send + Sync {
     fn remove_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<(), CommitError>;
 }
 
-/// Whether `name` in `parent` leads to the open `folder`.
-pub(crate) fn leads_to<D: Disk>(
-    disk: &D,
-    parent: &D::Folder,
-    name: &OsStr,
-    folder: &D::Folder,
-    path: &Path,
-) -> Result<bool, CommitError> {
-    let Some(named) = disk.look_at(parent, name, path)? else {
-        return Ok(false);
-    };
-    Ok(named.is_same(&disk.folder_stat(folder, path)?))
-}
+/// The largest single write.
+pub(crate) const LARGEST_WRITE: usize = 8 << 20;
 
-/// Accepts a failed rename if `name` leads to what was `moved`: network file systems may report failure for a rename
-/// that the server carried out.
-pub(crate) fn confirm_rename<D: Disk>(
-    disk: &D,
-    (folder, name): (&D::Folder, &OsStr),
-    path: &Path,
-    moved: Option<FileStat>,
-    renamed: Result<(), CommitError>,
-) -> Result<(), CommitError> {
-    let Err(error) = renamed else {
-        return Ok(());
-    };
-    match (disk.look_at(folder, name, path)?, moved) {
-        (Some(found), Some(moved)) if found.is_same(&moved) => Ok(()),
-        _ => Err(error),
-    }
-}
-
-/// Writes all of `bytes` at `offset`, at most `largest_write` of them at once; calls `wrote` with each range.
+/// Writes all of `bytes` at `offset`; calls `wrote` with each range.
 pub(crate) fn write_all<D: Disk>(
     disk: &D,
     file: &D::File,
     offset: u64,
     bytes: &[u8],
     path: &Path,
-    largest_write: usize,
     mut wrote: impl FnMut(Range<u64>) -> Result<(), CommitError>,
 ) -> Result<(), CommitError> {
     let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= i64::MAX as u64);
@@ -257,7 +225,7 @@ pub(crate) fn write_all<D: Disk>(
     }
     let (mut offset, mut bytes) = (offset, bytes);
     while !bytes.is_empty() {
-        let written = disk.write_at(file, offset, &bytes[..bytes.len().min(largest_write)], path)?;
+        let written = disk.write_at(file, offset, &bytes[..bytes.len().min(LARGEST_WRITE)], path)?;
         if written == 0 {
             // A retry might never write a byte.
             return Err(CommitError::io("write", path, Errno::IO));

@@ -19,7 +19,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{Disk, EntryKind, FileStat, LockMode, LockOutcome, Room};
+use crate::disk::{Disk, EntryKind, FileStat, LockMode, LockOutcome, Room};
 use crate::error::CommitError;
 
 /// The disk of this machine.
@@ -28,34 +28,8 @@ pub struct RealDisk;
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// The sticky bit: the mark of an unfinished folder, see `folders/unfinished_folder.rs`.
+/// The sticky bit: the mark of an unfinished folder, see `hidden_folder.rs`.
 const MARK: u32 = 0o1000;
-
-impl RealDisk {
-    /// Makes a folder with the mark of an unfinished one, which no other user can open.
-    pub(crate) fn create_unfinished_folder(
-        &self,
-        parent: &OwnedFd,
-        name: &OsStr,
-        path: &Path,
-    ) -> Result<(), CommitError> {
-        let mode = Mode::from_raw_mode(MARK | private_mode());
-        change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
-    }
-
-    /// Whether the folder has the mark of an unfinished one.
-    pub(crate) fn is_unfinished(&self, folder: &OwnedFd, path: &Path) -> Result<bool, CommitError> {
-        query("look at", path, || rustix::fs::fstat(folder)).map(|stat| stat.st_mode & MARK != 0)
-    }
-
-    /// Removes that mark. Best effort: it changes nothing for those who read the folder.
-    pub(crate) fn unmark(&self, folder: &OwnedFd) {
-        if let Ok(stat) = rustix::fs::fstat(folder) {
-            let mode = Mode::from_raw_mode(stat.st_mode & 0o7777 & !MARK);
-            let _ = retry_on_intr(|| rustix::fs::fchmod(folder, mode));
-        }
-    }
-}
 
 fn change<T>(
     operation: &'static str,
@@ -63,7 +37,7 @@ fn change<T>(
     system_call: impl FnOnce() -> rustix::io::Result<T>,
 ) -> Result<T, CommitError> {
     #[cfg(feature = "failpoints")]
-    let outcome = super::failpoints::around(operation, path, system_call);
+    let outcome = crate::failpoints::around(operation, path, system_call);
     #[cfg(not(feature = "failpoints"))]
     let outcome = system_call();
     outcome.map_err(|errno| CommitError::io(operation, path, errno))
@@ -227,8 +201,10 @@ impl Disk for RealDisk {
         })
     }
 
-    fn create_private_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-        let mode = Mode::from_raw_mode(private_mode());
+    fn create_hidden_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+        // Private only where `open_to_readers` can give it the mode that the umask leaves.
+        let private = if umask().is_some() { 0o700 } else { 0o777 };
+        let mode = Mode::from_raw_mode(MARK | private);
         change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
     }
 
@@ -237,6 +213,13 @@ impl Disk for RealDisk {
         let special = query("look at", path, || rustix::fs::fstat(folder))?.st_mode & 0o7000;
         let mode = Mode::from_raw_mode(special | (0o777 & !umask));
         change("change the mode of", path, || retry_on_intr(|| rustix::fs::fchmod(folder, mode)))
+    }
+
+    fn unmark(&self, folder: &OwnedFd) {
+        if let Ok(stat) = rustix::fs::fstat(folder) {
+            let mode = Mode::from_raw_mode(stat.st_mode & 0o7777 & !MARK);
+            let _ = retry_on_intr(|| rustix::fs::fchmod(folder, mode));
+        }
     }
 
     fn create_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
@@ -258,7 +241,7 @@ impl Disk for RealDisk {
         let write = |bytes: &[u8]| change("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)));
         #[cfg(feature = "failpoints")]
         let write = |bytes: &[u8]| {
-            let (bytes, most) = super::failpoints::shortened(bytes, path);
+            let (bytes, most) = crate::failpoints::shortened(bytes, path);
             write(bytes).map(|written| written.min(most))
         };
         write(bytes)
@@ -343,6 +326,7 @@ fn file_stat_of(stat: &Stat) -> FileStat {
         size: stat.st_size as u64,
         taken: stat.st_blocks as u64 * 512,
         user: stat.st_uid,
+        is_marked: stat.st_mode & MARK != 0,
     }
 }
 
@@ -368,11 +352,6 @@ fn answer(outcome: rustix::io::Result<()>, path: &Path) -> Result<LockOutcome, C
         Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::BADF | Errno::NOLCK) => Ok(LockOutcome::Unknown),
         Err(errno) => Err(CommitError::io("lock", path, errno)),
     }
-}
-
-/// The mode of a folder that no other user can open, where `open_to_readers` can give it the mode that the umask leaves.
-fn private_mode() -> u32 {
-    if umask().is_some() { 0o700 } else { 0o777 }
 }
 
 /// The umask of this process; `None` where the system does not say. To ask with `umask()` would change it for a moment.

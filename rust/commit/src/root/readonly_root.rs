@@ -4,25 +4,26 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use super::names;
 use super::read_lock::{POLL, ReadLock, lock_checkpoint};
+use super::whole_checkpoint::{self, CheckpointInfo, CheckpointKey, ExamineFailure, PublishedCheckpoint};
+use super::writer_lock::nonce_of;
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::hidden_names::absolute;
 use crate::manifest::CheckpointKind;
-use crate::root::contents::whole_checkpoint::{self, ExamineFailure, PublishedCheckpoint};
-use crate::root::contents::{CheckpointInfo, CheckpointKey, OpenFolder, root_names};
-use crate::root::writer_lock::nonce_of;
+use crate::open_folder::OpenFolder;
 
 /// How long to look again for the successor of checkpoints that disappeared. A network file system may list removed
 /// ones for longer; then its readers do not see new ones either.
 const CATCH_UP: Duration = Duration::from_secs(2);
 
 /// A root opened for reading: nothing is locked, repaired or remembered.
-pub struct ReadonlyRoot<D: Disk + Clone> {
+pub struct ReadonlyRoot<D: Disk> {
     root: OpenFolder<D>,
 }
 
-impl<D: Disk + Clone> ReadonlyRoot<D> {
+impl<D: Disk> ReadonlyRoot<D> {
     /// Opens the root at `path`.
     ///
     /// # Errors
@@ -65,7 +66,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
                 Some(Ok(published)) => listing.whole.push(published.checkpoint),
                 Some(Err(reason)) => {
                     let (kind, step) = key;
-                    let path = self.root.path.join(root_names::checkpoint(kind, step));
+                    let path = self.root.path.join(names::checkpoint(kind, step));
                     listing.damaged.push(DamagedCheckpoint { kind, step, path, reason });
                 }
             }
@@ -113,7 +114,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
 
     /// Whether it is whole, or why not; `None` when it is gone.
     fn examine(&self, (kind, step): CheckpointKey) -> Result<Option<Result<PublishedCheckpoint, String>>, CommitError> {
-        let name = root_names::checkpoint(kind, step);
+        let name = names::checkpoint(kind, step);
         loop {
             let before = self.root.look_at(&name)?;
             let reason = match whole_checkpoint::examine(&self.root, kind, step) {
@@ -154,8 +155,8 @@ pub struct DamagedCheckpoint {
 }
 
 fn key_of(name: &OsStr) -> Option<CheckpointKey> {
-    match root_names::classify(name) {
-        root_names::RootEntry::Checkpoint(kind, step) => Some((kind, step)),
+    match names::classify(name) {
+        names::RootEntry::Checkpoint(kind, step) => Some((kind, step)),
         _ => None,
     }
 }

@@ -35,14 +35,14 @@ const SHARED_MEMORY: &str = "/dev/shm";
 
 /// The slots of the writers under one root.
 #[derive(Debug)]
-pub(super) struct WriterSlots {
+pub(crate) struct WriterSlots {
     names: Vec<PathBuf>,
     stalled: Duration,
 }
 
 /// Waits for one of the slots.
 #[derive(Debug)]
-pub(super) struct SlotWaiter<'a> {
+pub(crate) struct SlotWaiter<'a> {
     slots: &'a WriterSlots,
     /// The last stamp of each slot's file, and since when it is unchanged.
     seen: Vec<Option<(FileStamp, Instant)>>,
@@ -50,7 +50,7 @@ pub(super) struct SlotWaiter<'a> {
 
 /// The right to write; dropping it frees the slot.
 #[derive(Debug)]
-pub(super) struct WriterSlot {
+pub(crate) struct WriterSlot {
     /// `None` where locks are not available.
     lock: Option<(OwnedFd, PathBuf)>,
 }
@@ -133,7 +133,7 @@ fn prefix_of((device, number): (u64, u64)) -> String {
 
 impl WriterSlots {
     /// `count` slots for all writers under the folder with this device and inode number.
-    pub(super) fn new(count: usize, root: (u64, u64)) -> Self {
+    pub(crate) fn new(count: usize, root: (u64, u64)) -> Self {
         Self::in_folder(&slot_folder(), count, root, STALLED)
     }
 
@@ -143,14 +143,14 @@ impl WriterSlots {
         WriterSlots { names: (0..count).map(name).collect(), stalled }
     }
 
-    pub(super) fn wait(&self) -> SlotWaiter<'_> {
+    pub(crate) fn wait(&self) -> SlotWaiter<'_> {
         SlotWaiter { slots: self, seen: vec![None; self.names.len()] }
     }
 }
 
 impl SlotWaiter<'_> {
     /// Takes a slot if one is free now.
-    pub(super) fn try_take(&mut self) -> Option<WriterSlot> {
+    pub(crate) fn try_take(&mut self) -> Option<WriterSlot> {
         for (name, seen) in self.slots.names.iter().zip(&mut self.seen) {
             match try_lock_slot(name) {
                 Ok(SlotAttempt::Taken(file)) => return Some(WriterSlot { lock: Some((file, name.clone())) }),
@@ -173,12 +173,12 @@ impl SlotWaiter<'_> {
 impl WriterSlot {
     /// A slot without a lock.
     #[cfg(test)]
-    pub(super) fn without_lock() -> Self {
+    pub(crate) fn without_lock() -> Self {
         WriterSlot { lock: None }
     }
 
     /// Shows waiters that the holder is alive.
-    pub(super) fn touch(&self) {
+    pub(crate) fn touch(&self) {
         if let Some((file, _)) = &self.lock {
             let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
             let _ = rustix::fs::futimens(file, &Timestamps { last_access: now, last_modification: now });

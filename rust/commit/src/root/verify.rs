@@ -5,19 +5,20 @@ use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
+use super::whole_checkpoint::{
+    Damage, ReadManifest, compare_sizes, open_inner_folders, parent_and_name, read_manifest, refuse_damaged,
+    unlisted_files,
+};
 use crate::checksum::Checksum;
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::files::{ChecksumFailure, FileToSum, checksums};
+use crate::file_checksums::{ChecksumFailure, FileToSum, checksums};
 use crate::manifest::{self, Manifest, ManifestEntry};
-use crate::root::contents::whole_checkpoint::{
-    ReadManifest, compare_sizes, open_inner_folders, parent_and_name, read_manifest, refuse_damaged, unlisted_files,
-};
-use crate::root::contents::{Damage, OpenFolder};
+use crate::open_folder::OpenFolder;
 
 /// Reads every file of the checkpoint in `folder` and compares it with the manifest. Returns the names of files that
 /// were saved without a checksum: only their sizes were compared. The caller keeps the checkpoint from being removed.
-pub(super) fn verify<D: Disk + Clone>(
+pub(super) fn verify<D: Disk>(
     folder: &OpenFolder<D>,
     on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
@@ -29,7 +30,7 @@ pub(super) fn verify<D: Disk + Clone>(
 }
 
 /// The damage of the files `names` of the checkpoint in `folder`. Their bytes are read only with `every_byte`.
-pub(super) fn verify_files<D: Disk + Clone>(
+pub(super) fn verify_files<D: Disk>(
     folder: &OpenFolder<D>,
     manifest: &Manifest,
     names: &BTreeSet<String>,
@@ -45,15 +46,12 @@ pub(super) fn verify_files<D: Disk + Clone>(
 }
 
 /// The files of the checkpoint in `folder` that its manifest does not list.
-pub(super) fn foreign_files<D: Disk + Clone>(
-    folder: &OpenFolder<D>,
-    manifest: &Manifest,
-) -> Result<Vec<String>, CommitError> {
+pub(super) fn foreign_files<D: Disk>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<Vec<String>, CommitError> {
     Ok(unlisted_in(folder, manifest)?.into_iter().map(|damage| damage.name).collect())
 }
 
 /// The bytes of one file, whose `size` and `checksum` come from the manifest.
-pub(super) fn read_file<D: Disk + Clone>(
+pub(super) fn read_file<D: Disk>(
     folder: &OpenFolder<D>,
     name: &str,
     size: u64,
@@ -81,7 +79,7 @@ pub(super) fn read_file<D: Disk + Clone>(
 }
 
 /// Which of `files` are missing, of another size or, with `every_byte`, of other bytes.
-fn damage_in<'a, D: Disk + Clone>(
+fn damage_in<'a, D: Disk>(
     folder: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestEntry> + Clone,
     every_byte: bool,
@@ -95,13 +93,13 @@ fn damage_in<'a, D: Disk + Clone>(
     Ok(damaged)
 }
 
-fn unlisted_in<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
+fn unlisted_in<D: Disk>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
     let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
     unlisted_files(folder, "", &|name| names.contains(name) || name == manifest::FILE_NAME)
 }
 
 /// Files whose bytes differ from the checksums of the manifest.
-fn compare_bytes<'a, D: Disk + Clone>(
+fn compare_bytes<'a, D: Disk>(
     top: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestEntry>,
     on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,

@@ -5,19 +5,19 @@
 
 use std::ffi::{OsStr, OsString};
 
-use super::open_folder::OpenFolder;
-use super::root_names;
+use super::names;
 use super::whole_checkpoint::{CheckpointKey, Checkpoints, newest};
 use crate::disk::{Disk, EntryKind, absent_is_fine};
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
+use crate::open_folder::OpenFolder;
 
 /// Refuses a root in which something else has the name of a link.
-pub(crate) fn check_names<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(), CommitError> {
-    CheckpointKind::ALL.into_iter().try_for_each(|kind| check_latest_link(root, &root_names::latest_link(kind)))
+pub(crate) fn check_names<D: Disk>(root: &OpenFolder<D>) -> Result<(), CommitError> {
+    CheckpointKind::ALL.into_iter().try_for_each(|kind| check_latest_link(root, &names::latest_link(kind)))
 }
 
-fn check_latest_link<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
+fn check_latest_link<D: Disk>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
     match root.look_at(name)? {
         Some(stat) if stat.kind != EntryKind::Link => {
             Err(CommitError::NameTaken { path: root.path.join(name), needed_for: "the link to the newest checkpoint" })
@@ -30,51 +30,50 @@ fn check_latest_link<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Res
 ///
 /// A disk without room for a second link loses the old one first, and is left without a link where it has no room for
 /// any: checkpoints must be published and removed all the same. The next start makes the link.
-pub(crate) fn update_latest_link<D: Disk + Clone>(
+pub(crate) fn update_latest_link<D: Disk>(
     root: &OpenFolder<D>,
     published: &Checkpoints,
     kind: CheckpointKind,
 ) -> Result<bool, CommitError> {
-    let name = root_names::latest_link(kind);
+    let name = names::latest_link(kind);
     check_latest_link(root, &name)?;
-    let target = newest(published, kind).map(|step| root_names::checkpoint(kind, step));
+    let target = newest(published, kind).map(|step| names::checkpoint(kind, step));
     if target == current_target(root, &name)? {
         return Ok(false);
     }
     let Some(target) = target else {
         return remove_latest_link(root, &name).map(|()| true);
     };
-    match root.replace_link(&name, &target) {
+    match root.replace_link(&name, &target, &names::temporary(&name)) {
         Err(error) if error.is_out_of_space() => {}
         outcome => return outcome.map(|()| true),
     }
     remove_latest_link(root, &name)?;
-    match root.replace_link(&name, &target) {
+    match root.replace_link(&name, &target, &names::temporary(&name)) {
         Err(error) if error.is_out_of_space() => Ok(true),
         outcome => outcome.map(|()| true),
     }
 }
 
-fn remove_latest_link<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
+fn remove_latest_link<D: Disk>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
     absent_is_fine(root.remove_file(name))?;
     root.sync()
 }
 
 /// Updates the link if it leads to a checkpoint that is about to be removed.
-pub(crate) fn move_latest_link_away<D: Disk + Clone>(
+pub(crate) fn move_latest_link_away<D: Disk>(
     root: &OpenFolder<D>,
     published: &Checkpoints,
     (kind, step): CheckpointKey,
 ) -> Result<(), CommitError> {
-    if current_target(root, &root_names::latest_link(kind))
-        .is_ok_and(|target| target == Some(root_names::checkpoint(kind, step)))
+    if current_target(root, &names::latest_link(kind)).is_ok_and(|target| target == Some(names::checkpoint(kind, step)))
     {
         update_latest_link(root, published, kind)?;
     }
     Ok(())
 }
 
-fn current_target<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<Option<OsString>, CommitError> {
+fn current_target<D: Disk>(root: &OpenFolder<D>, name: &OsStr) -> Result<Option<OsString>, CommitError> {
     match root.look_at(name)? {
         None => Ok(None),
         Some(_) => root.disk.read_link(&root.folder, name, &root.path.join(name)).map(Some),

@@ -1,23 +1,43 @@
 //! The work of a shard writer: what is to be done and what is done, without the disk.
 
 use std::collections::VecDeque;
-use std::io;
-use std::path::PathBuf;
+use std::sync::Arc;
 
-use rustix::io::Errno;
-
-use super::pending_write::SubmittedBytes;
-use super::writer_slots::WriterSlot;
-use crate::checksum::Checksum;
-use crate::error::CommitError;
-use crate::files::FileProgress;
+use crate::checksum::{Checksum, FileProgress};
+use crate::error::{CommitError, FirstFailure};
+use crate::output_file::WINDOW;
+use crate::staging::Memory;
+use crate::writer_slots::WriterSlot;
 
 /// Written files that wait for their fsync while there is more to write. The first fsync of many small files commits
 /// the others too, and each waiting file has two open descriptors.
 const MAX_UNSYNCED: usize = 64;
 
+/// Bytes for one file, and the memory that they lie in.
+pub(crate) struct SubmittedBytes {
+    pub(crate) file: usize,
+    pub(crate) offset: u64,
+    pub(crate) memory: Arc<dyn Memory>,
+    pub(crate) start: usize,
+    pub(crate) length: usize,
+}
+
+impl SubmittedBytes {
+    /// Cuts off the first chunk, which one thread writes at a time: up to the next multiple of [`WINDOW`] in the file.
+    pub(crate) fn cut_chunk(&mut self) -> SubmittedBytes {
+        let room = WINDOW - self.offset % WINDOW;
+        let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
+        let memory = Arc::clone(&self.memory);
+        let chunk = SubmittedBytes { file: self.file, offset: self.offset, memory, start: self.start, length };
+        self.offset += length as u64;
+        self.start += length;
+        self.length -= length;
+        chunk
+    }
+}
+
 /// The next step of one thread.
-pub(super) enum WorkItem {
+pub(crate) enum WorkItem {
     /// Write one chunk, and compute its checksum.
     Write(SubmittedBytes),
     /// Make a written file durable.
@@ -27,14 +47,14 @@ pub(super) enum WorkItem {
 }
 
 /// The result of an item.
-pub(super) enum WorkResult {
+pub(crate) enum WorkResult {
     Wrote { write: SubmittedBytes, checksum: Option<Checksum> },
     Finished,
     FinishedFolders,
 }
 
 /// Whether this writer may write.
-pub(super) enum WritePermission {
+pub(crate) enum WritePermission {
     None,
     /// A thread waits for a slot.
     Seeking,
@@ -48,28 +68,28 @@ enum FolderSync {
     Durable,
 }
 
-pub(super) struct WorkQueue {
+pub(crate) struct WorkQueue {
     /// Submitted and not begun.
     queue: VecDeque<SubmittedBytes>,
     /// Files that are written and that no thread makes durable yet. They are open.
     written: VecDeque<usize>,
-    pub(super) files: Vec<FileProgress>,
+    pub(crate) files: Vec<FileProgress>,
     /// The number of files that are not durable.
     unfinished: usize,
     folders: FolderSync,
     /// Threads that write.
     writing: usize,
     /// Threads that have not ended.
-    pub(super) running: usize,
-    pub(super) slot: WritePermission,
+    pub(crate) running: usize,
+    pub(crate) slot: WritePermission,
     /// Nothing more is submitted.
-    pub(super) closed: bool,
-    pub(super) stopped: bool,
-    failure: Option<CommitError>,
+    pub(crate) closed: bool,
+    pub(crate) stopped: bool,
+    pub(crate) failure: FirstFailure,
 }
 
 impl WorkQueue {
-    pub(super) fn new(sizes: &[u64]) -> Self {
+    pub(crate) fn new(sizes: &[u64]) -> Self {
         WorkQueue {
             queue: VecDeque::new(),
             // Empty files need no write.
@@ -82,32 +102,32 @@ impl WorkQueue {
             slot: WritePermission::None,
             closed: false,
             stopped: false,
-            failure: None,
+            failure: FirstFailure::default(),
         }
     }
 
     /// Whether everything is durable.
-    pub(super) fn is_done(&self) -> bool {
+    pub(crate) fn is_done(&self) -> bool {
         self.folders == FolderSync::Durable
     }
 
     /// Whether the threads have nothing left to do.
-    pub(super) fn is_over(&self) -> bool {
-        self.stopped || self.failure.is_some() || self.is_done()
+    pub(crate) fn is_over(&self) -> bool {
+        self.stopped || self.failure.is_recorded() || self.is_done()
     }
 
-    pub(super) fn push(&mut self, write: SubmittedBytes) {
+    pub(crate) fn push(&mut self, write: SubmittedBytes) {
         self.queue.push_back(write);
     }
 
     /// Whether a thread could write if it had a slot.
-    pub(super) fn has_writes(&self) -> bool {
+    pub(crate) fn has_writes(&self) -> bool {
         !self.queue.is_empty()
     }
 
     /// Begins an item; a write only while a slot is held. [`done`](WorkQueue::done) or [`fail`](WorkQueue::fail) ends
     /// it.
-    pub(super) fn next_item(&mut self) -> Option<WorkItem> {
+    pub(crate) fn next_item(&mut self) -> Option<WorkItem> {
         if self.written.len() < MAX_UNSYNCED
             && matches!(self.slot, WritePermission::Granted(_))
             && let Some(write) = self.queue.front_mut()
@@ -131,7 +151,7 @@ impl WorkQueue {
 
     /// Ends an item. Gives the slot back after the last submitted write: other ranks may write while this one makes its
     /// files durable, or waits for more bytes.
-    pub(super) fn done(&mut self, done: WorkResult) {
+    pub(crate) fn done(&mut self, done: WorkResult) {
         match done {
             WorkResult::Wrote { write, checksum } => {
                 self.writing -= 1;
@@ -152,12 +172,12 @@ impl WorkQueue {
     }
 
     /// Keeps the first failure and drops the work that was not begun.
-    pub(super) fn fail(&mut self, error: CommitError) {
-        self.failure.get_or_insert(error);
+    pub(crate) fn fail(&mut self, error: CommitError) {
+        self.failure.record(error);
         self.give_up();
     }
 
-    pub(super) fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.stopped = true;
         self.give_up();
     }
@@ -166,38 +186,13 @@ impl WorkQueue {
         self.queue.clear();
         self.written.clear();
     }
-
-    /// The failure, if there is one: the original error the first time, then one that refers to it.
-    pub(super) fn take_failure(&mut self) -> Option<CommitError> {
-        let past = earlier(self.failure.as_ref()?);
-        self.failure.replace(past)
-    }
-
-    /// Refuses once anything failed.
-    pub(super) fn check(&self) -> Result<(), CommitError> {
-        self.failure.as_ref().map_or(Ok(()), |failure| Err(earlier(failure)))
-    }
-}
-
-/// An error that refers to an earlier failure.
-fn earlier(failure: &CommitError) -> CommitError {
-    let path: PathBuf = failure.path().to_path_buf();
-    match failure {
-        CommitError::Panicked { message, .. } => CommitError::Panicked { path, message: message.clone() },
-        CommitError::Io { operation, .. } | CommitError::Poisoned { operation, .. } => {
-            let errno = failure.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
-            CommitError::Poisoned { operation, path, source: io::Error::from_raw_os_error(errno) }
-        }
-        other => CommitError::InvalidWrite { path, reason: other.to_string() },
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use rustix::io::Errno;
 
     use super::*;
-    use crate::files::WINDOW;
     use crate::staging::FileImage;
 
     /// A queue of files of one chunk each, all submitted.
@@ -297,8 +292,8 @@ mod tests {
         assert!(queue.is_over() && queue.next_item().is_none());
         wrote(&mut queue, file);
         assert!(queue.next_item().is_none() && !is_held(&queue));
-        assert!(matches!(queue.take_failure(), Some(CommitError::Io { operation: "write", .. })));
-        assert!(matches!(queue.take_failure(), Some(CommitError::Poisoned { operation: "write", .. })));
-        assert!(matches!(queue.check(), Err(CommitError::Poisoned { .. })));
+        assert!(matches!(queue.failure.report(), Err(CommitError::Io { operation: "write", .. })));
+        assert!(matches!(queue.failure.report(), Err(CommitError::Poisoned { operation: "write", .. })));
+        assert!(matches!(queue.failure.check(), Err(CommitError::Poisoned { .. })));
     }
 }

@@ -22,13 +22,14 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::verify;
+use super::whole_checkpoint::{self, CheckpointInfo, Damage, ReadManifest};
+use super::{names, verify};
+use crate::RealDisk;
 use crate::checksum::Checksum;
-use crate::disk::{Disk, EntryKind, LockMode, LockOutcome, RealDisk};
+use crate::disk::{Disk, EntryKind, LockMode, LockOutcome};
 use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind, ManifestEntry};
-use crate::root::contents::whole_checkpoint::{self, ReadManifest};
-use crate::root::contents::{CheckpointInfo, Damage, OpenFolder, root_names};
+use crate::open_folder::OpenFolder;
 
 /// How long a reader waits for a replacement, which takes a few fsyncs.
 const REPLACEMENT: Duration = Duration::from_secs(5);
@@ -43,7 +44,7 @@ struct LockedManifest<D: Disk> {
     process: u32,
 }
 
-impl<D: Disk + Clone> LockedManifest<D> {
+impl<D: Disk> LockedManifest<D> {
     fn new(disk: &D, file: D::File) -> Self {
         Self { disk: disk.clone(), file, process: std::process::id() }
     }
@@ -60,7 +61,7 @@ impl<D: Disk> Drop for LockedManifest<D> {
 }
 
 /// Keeps a checkpoint from being removed or replaced until it is dropped, where the file system has locks.
-pub struct ReadLock<D: Disk + Clone> {
+pub struct ReadLock<D: Disk> {
     folder: OpenFolder<D>,
     /// `None` where there is no manifest, and so no checkpoint.
     manifest: Option<LockedManifest<D>>,
@@ -69,13 +70,13 @@ pub struct ReadLock<D: Disk + Clone> {
     contents: OnceLock<ReadManifest>,
 }
 
-impl<D: Disk + Clone> fmt::Debug for ReadLock<D> {
+impl<D: Disk> fmt::Debug for ReadLock<D> {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.debug_struct("ReadLock").field("path", &self.folder.path).field("is_locked", &self.is_locked).finish()
     }
 }
 
-impl<D: Disk + Clone> ReadLock<D> {
+impl<D: Disk> ReadLock<D> {
     /// The checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.folder.path
@@ -163,11 +164,11 @@ pub fn verify_checkpoint(
 ///
 /// # Errors
 /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`].
-pub fn read_lock_at<D: Disk + Clone>(disk: &D, folder: &Path) -> Result<ReadLock<D>, CommitError> {
+pub fn read_lock_at<D: Disk>(disk: &D, folder: &Path) -> Result<ReadLock<D>, CommitError> {
     lock_at(disk, folder)?.with_manifest()
 }
 
-fn lock_at<D: Disk + Clone>(disk: &D, path: &Path) -> Result<ReadLock<D>, CommitError> {
+fn lock_at<D: Disk>(disk: &D, path: &Path) -> Result<ReadLock<D>, CommitError> {
     lock_opened(&|| match OpenFolder::open(disk, path) {
         Err(CommitError::ParentMissing { path }) => Err(CommitError::NoSuchCheckpoint { path }),
         outcome => outcome,
@@ -175,9 +176,7 @@ fn lock_at<D: Disk + Clone>(disk: &D, path: &Path) -> Result<ReadLock<D>, Commit
 }
 
 /// Locks the folder that `open` opens.
-fn lock_opened<D: Disk + Clone>(
-    open: &dyn Fn() -> Result<OpenFolder<D>, CommitError>,
-) -> Result<ReadLock<D>, CommitError> {
+fn lock_opened<D: Disk>(open: &dyn Fn() -> Result<OpenFolder<D>, CommitError>) -> Result<ReadLock<D>, CommitError> {
     let name = OsStr::new(manifest::FILE_NAME);
     let until = Instant::now() + REPLACEMENT;
     loop {
@@ -213,10 +212,7 @@ pub(crate) struct ReaderExclusion<D: Disk> {
 }
 
 /// Locks readers out of the checkpoint `name`.
-pub(crate) fn exclude_readers<D: Disk + Clone>(
-    root: &OpenFolder<D>,
-    name: &OsStr,
-) -> Result<ReaderExclusion<D>, CommitError> {
+pub(crate) fn exclude_readers<D: Disk>(root: &OpenFolder<D>, name: &OsStr) -> Result<ReaderExclusion<D>, CommitError> {
     let folder = root.open_folder(name)?;
     let manifest = OsStr::new(manifest::FILE_NAME);
     if folder.look_at(manifest)?.is_none_or(|stat| stat.kind != EntryKind::File) {
@@ -242,12 +238,12 @@ pub(crate) fn exclude_readers<D: Disk + Clone>(
 }
 
 /// Takes a read lock on a checkpoint of `root`.
-pub(crate) fn lock_checkpoint<D: Disk + Clone>(
+pub(crate) fn lock_checkpoint<D: Disk>(
     root: &OpenFolder<D>,
     kind: CheckpointKind,
     step: u64,
 ) -> Result<ReadLock<D>, CommitError> {
-    let name = root_names::checkpoint(kind, step);
+    let name = names::checkpoint(kind, step);
     let gone = || CommitError::NoSuchCheckpoint { path: root.path.join(&name) };
     let open = || match root.look_at(&name)? {
         Some(stat) if stat.kind == EntryKind::Folder => root.open_folder(&name).map_err(|error| match error {

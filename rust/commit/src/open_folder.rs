@@ -1,22 +1,30 @@
 //! An open folder with its disk and path.
 //!
-//! Invariants: names are relative to the open folder, wherever its path leads by now. A replacement is durable before
-//! it takes its place, and the change of names is durable before the call returns.
+//! Invariants:
+//!
+//! 1. Names are relative to the open folder, wherever its path leads by now.
+//! 2. A link is durable before it takes its place, and the change of names is durable before the call returns.
+//! 3. Everything is removed relative to open folders and never through a symbolic link or a mount point, so nothing
+//!    outside the folder can be lost.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
-use super::root_names;
-use crate::disk::remove_contents::remove_contents;
-use crate::disk::{
-    self, Disk, EntryKind, FileStat, LockMode, LockOutcome, Room, absent_is_fine, confirm_rename, leads_to,
-};
+use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, Room, absent_is_fine};
 use crate::error::CommitError;
 
-/// The largest single write.
-const LARGEST_WRITE: usize = 8 << 20;
+/// What a rename may find under the new name.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Replacing {
+    /// Nothing; else it fails with `EEXIST`.
+    Nothing,
+    /// Nothing or an empty folder.
+    EmptyFolder,
+    /// A folder, which gets the old name.
+    Folder,
+}
 
 pub(crate) struct OpenFolder<D: Disk> {
     pub(crate) disk: D,
@@ -24,7 +32,7 @@ pub(crate) struct OpenFolder<D: Disk> {
     pub(crate) path: PathBuf,
 }
 
-impl<D: Disk + Clone> OpenFolder<D> {
+impl<D: Disk> OpenFolder<D> {
     pub(crate) fn open(disk: &D, path: &Path) -> Result<Self, CommitError> {
         Ok(Self { disk: disk.clone(), folder: disk.open_path(path)?, path: path.to_path_buf() })
     }
@@ -102,12 +110,21 @@ impl<D: Disk + Clone> OpenFolder<D> {
 
     /// Whether `name` leads to that open folder.
     pub(crate) fn has(&self, name: &OsStr, folder: &Self) -> Result<bool, CommitError> {
-        leads_to(&self.disk, &self.folder, name, &folder.folder, &folder.path)
+        let named = self.disk.look_at(&self.folder, name, &folder.path)?;
+        named.map_or(Ok(false), |named| Ok(named.is_same(&folder.stat()?)))
     }
 
     /// Makes the names in it durable.
     pub(crate) fn sync(&self) -> Result<(), CommitError> {
         self.disk.fsync_folder(&self.folder, &self.path)
+    }
+
+    /// Makes the name of what was published at `path` durable.
+    pub(crate) fn sync_name(&self, path: &Path) -> Result<(), CommitError> {
+        self.sync().map_err(|error| match error {
+            CommitError::Io { source, .. } => CommitError::NotDurable { path: path.to_path_buf(), source },
+            other => other,
+        })
     }
 
     /// Makes the names in it and in all folders in it durable, the innermost first.
@@ -120,78 +137,69 @@ impl<D: Disk + Clone> OpenFolder<D> {
         self.sync()
     }
 
-    /// Makes a folder that no other user can open.
-    pub(crate) fn create_private_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
-        self.disk.create_private_folder(&self.folder, name, &self.path.join(name))?;
-        self.open_folder(name)
-    }
-
-    /// Gives a private folder the mode that the umask leaves.
-    pub(crate) fn open_to_readers(&self) -> Result<(), CommitError> {
-        self.disk.open_to_readers(&self.folder, &self.path)
-    }
-
     /// Makes a new file with durable bytes and returns its status. Its name is not durable yet.
     pub(crate) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<FileStat, CommitError> {
         let path = self.path.join(name);
         let file = self.disk.create_file(&self.folder, name, &path)?;
-        disk::write_all(&self.disk, &file, 0, bytes, &path, LARGEST_WRITE, |_| Ok(()))?;
+        disk::write_all(&self.disk, &file, 0, bytes, &path, |_| Ok(()))?;
         self.disk.fsync(&file, &path)?;
         self.disk.file_stat(&file, &path)
     }
 
-    /// Replaces a symbolic link or file by a link to `target`, durably.
-    pub(crate) fn replace_link(&self, name: &OsStr, target: &OsStr) -> Result<(), CommitError> {
-        self.replace(name, |temporary| {
-            self.disk.create_link(&self.folder, temporary, target, &self.path.join(temporary))?;
+    /// Replaces a symbolic link or file by a link to `target`, durably. Until then the link has the name `temporary`.
+    pub(crate) fn replace_link(&self, name: &OsStr, target: &OsStr, temporary: &OsStr) -> Result<(), CommitError> {
+        absent_is_fine(self.remove_file(temporary))?;
+        let made = self.disk.create_link(&self.folder, temporary, target, &self.path.join(temporary)).and_then(|()| {
             // The contents of a link have no fsync of their own.
-            self.sync()
-        })
-    }
-
-    fn replace(&self, name: &OsStr, make: impl FnOnce(&OsStr) -> Result<(), CommitError>) -> Result<(), CommitError> {
-        let temporary = root_names::temporary(name);
-        absent_is_fine(self.remove_file(&temporary))?;
-        let made = make(&temporary).and_then(|()| {
-            let from = (&self.folder, temporary.as_os_str());
-            self.disk.rename(from, (&self.folder, name), &self.path.join(name))
+            self.sync()?;
+            self.disk.rename((&self.folder, temporary), (&self.folder, name), &self.path.join(name))
         });
         if let Err(error) = made {
             // Best effort: the next replacement, or the next start, removes it too.
-            let _ = self.remove_file(&temporary);
+            let _ = self.remove_file(temporary);
             return Err(error);
         }
         self.sync()
     }
 
-    /// Renames the folder `from` to the unused name `to`; fails with `EEXIST` where something has that name.
-    pub(crate) fn rename_new(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
+    /// Renames the folder `from` to `to`.
+    pub(crate) fn rename(&self, from: &OsStr, to: &OsStr, replacing: Replacing) -> Result<(), CommitError> {
         let path = self.path.join(to);
         let moved = self.look_at(from)?;
-        let ends = ((&self.folder, from), (&self.folder, to));
-        match self.disk.rename_new(ends.0, ends.1, &path) {
-            // Network file systems have no such rename. Only the owner renames here, and a plain rename never
-            // replaces a folder that is not empty.
-            Err(error) if error.is(Errno::INVAL) => {
-                if self.look_at(to)?.is_some() {
-                    return Err(CommitError::io("rename to the new name", &path, Errno::EXIST));
+        let (from, target) = ((&self.folder, from), (&self.folder, to));
+        let renamed = match replacing {
+            Replacing::EmptyFolder => self.disk.rename(from, target, &path),
+            Replacing::Folder => self.disk.exchange(from, target, &path),
+            Replacing::Nothing => match self.disk.rename_new(from, target, &path) {
+                // Network file systems have no such rename. Only the owner renames here, and a plain rename never
+                // replaces a folder that is not empty.
+                Err(error) if error.is(Errno::INVAL) => {
+                    if self.look_at(to)?.is_some() {
+                        return Err(CommitError::io("rename to the new name", &path, Errno::EXIST));
+                    }
+                    self.disk.rename(from, target, &path)
                 }
-                let renamed = self.disk.rename(ends.0, ends.1, &path);
-                confirm_rename(&self.disk, ends.1, &path, moved, renamed)
-            }
-            outcome => confirm_rename(&self.disk, ends.1, &path, moved, outcome),
-        }
+                outcome => outcome,
+            },
+        };
+        self.confirm_rename(to, moved, renamed)
     }
 
-    /// Exchanges the folder `from` with the folder `to`.
-    pub(crate) fn exchange(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
-        let path = self.path.join(to);
-        let moved = self.look_at(from)?;
-        let exchanged = self.disk.exchange((&self.folder, from), (&self.folder, to), &path);
-        confirm_rename(&self.disk, (&self.folder, to), &path, moved, exchanged).map_err(|error| match error {
-            error if error.is(Errno::INVAL) => CommitError::ExchangeUnsupported { path },
-            error => error,
-        })
+    /// Accepts a failed rename if `name` leads to what was `moved`: network file systems may report failure for a
+    /// rename that the server carried out.
+    pub(crate) fn confirm_rename(
+        &self,
+        name: &OsStr,
+        moved: Option<FileStat>,
+        renamed: Result<(), CommitError>,
+    ) -> Result<(), CommitError> {
+        let Err(error) = renamed else {
+            return Ok(());
+        };
+        match (self.look_at(name)?, moved) {
+            (Some(found), Some(moved)) if found.is_same(&moved) => Ok(()),
+            _ => Err(error),
+        }
     }
 
     /// The first unused name of a sequence.
@@ -210,20 +218,32 @@ impl<D: Disk + Clone> OpenFolder<D> {
         self.disk.remove_file(&self.folder, name, &self.path.join(name))
     }
 
-    /// Removes the file or folder `name` with its contents.
+    /// Removes the file or folder `name` with its contents, if it is there.
     pub(crate) fn remove(&self, name: &OsStr) -> Result<(), CommitError> {
-        let Some(stat) = self.look_at(name)? else {
-            return Ok(());
+        match self.remove_file(name) {
+            // Linux answers the first, POSIX the second.
+            Err(error) if error.is(Errno::ISDIR) || error.is(Errno::PERM) => self.remove_folder(name, error),
+            outcome => absent_is_fine(outcome),
+        }
+    }
+
+    /// Removes everything in it.
+    pub(crate) fn remove_contents(&self) -> Result<(), CommitError> {
+        self.list()?.iter().try_for_each(|name| self.remove(name))
+    }
+
+    /// `not_a_file`: why it could not be removed as a file.
+    fn remove_folder(&self, name: &OsStr, not_a_file: CommitError) -> Result<(), CommitError> {
+        let inner = match self.open_folder(name) {
+            Err(error) if error.is(Errno::NOENT) => return Ok(()),
+            // It is a file after all, which may not be removed.
+            Err(error) if error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => return Err(not_a_file),
+            outcome => outcome?,
         };
-        if stat.kind != EntryKind::Folder {
-            return absent_is_fine(self.remove_file(name));
+        if inner.stat()?.device != self.stat()?.device {
+            return Err(CommitError::io("remove the mounted file system at", &inner.path, Errno::BUSY));
         }
-        let path = self.path.join(name);
-        if stat.device != self.stat()?.device {
-            return Err(CommitError::io("remove the mounted file system at", &path, Errno::BUSY));
-        }
-        let inner = self.open_folder(name)?;
-        remove_contents(&self.disk, &inner.folder, &path)?;
-        absent_is_fine(self.disk.remove_folder(&self.folder, name, &path))
+        inner.remove_contents()?;
+        absent_is_fine(self.disk.remove_folder(&self.folder, name, &inner.path))
     }
 }

@@ -3,6 +3,8 @@
 //! It has two descriptors: one that uses the page cache and, where the file system has direct I/O, one that bypasses
 //! it. Invariants: the two never write to the same page. Only whole pages bypass the cache; the bytes at either end of
 //! a chunk go through it. No write is repeated that may have lost bytes.
+//!
+//! Written pages go to the disk early: [`Writeback`].
 
 use std::ops::Range;
 use std::path::Path;
@@ -11,14 +13,13 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::io::Errno;
 
-use crate::disk::{self, Disk};
+use crate::disk::{self, Disk, LARGEST_WRITE};
 use crate::error::CommitError;
-use crate::files::{FolderTree, TreeFile};
-use crate::files::{WINDOW, Writeback};
+use crate::folder_tree::{FolderTree, TreeFile};
 
 /// Whether the file system has direct I/O; shared by all files of a writer.
 #[derive(Debug, Default)]
-pub(super) struct DirectIo(AtomicU8);
+pub(crate) struct DirectIo(AtomicU8);
 
 const UNTRIED: u8 = 0;
 const TAKEN: u8 = 1;
@@ -49,7 +50,7 @@ impl DirectIo {
 const EVICTION: u64 = 4 * WINDOW;
 
 /// An open file.
-pub(super) struct OutputFile<D: Disk> {
+pub(crate) struct OutputFile<D: Disk> {
     cached: D::File,
     direct: Option<D::File>,
     in_cache: Mutex<InCache>,
@@ -63,23 +64,18 @@ struct InCache {
 }
 
 impl<D: Disk> OutputFile<D> {
-    pub(super) fn open(
-        disk: &D,
-        tree: &FolderTree<D>,
-        tree_file: &TreeFile,
-        direct_io: &DirectIo,
-    ) -> Result<Self, CommitError> {
+    pub(crate) fn open(tree: &FolderTree<D>, tree_file: &TreeFile, direct_io: &DirectIo) -> Result<Self, CommitError> {
         let direct = match direct_io.is_refused() {
             true => None,
-            false => tree.open_for_direct_writing(disk, tree_file)?,
+            false => tree.open_for_direct_writing(tree_file)?,
         };
-        let cached = tree.open_for_writing(disk, tree_file)?;
+        let cached = tree.open_for_writing(tree_file)?;
         let in_cache = Mutex::new(InCache { writeback: Writeback::new(), bytes: 0 });
         Ok(OutputFile { cached, direct, in_cache })
     }
 
     /// Writes all of `bytes` at `offset`.
-    pub(super) fn write(
+    pub(crate) fn write(
         &self,
         disk: &D,
         offset: u64,
@@ -105,7 +101,7 @@ impl<D: Disk> OutputFile<D> {
 
     /// Writes through the page cache, in which only a few windows stay.
     fn write_cached(&self, disk: &D, offset: u64, bytes: &[u8], path: &Path) -> Result<(), CommitError> {
-        disk::write_all(disk, &self.cached, offset, bytes, path, WINDOW as usize, |written| {
+        disk::write_all(disk, &self.cached, offset, bytes, path, |written| {
             let mut in_cache = self.in_cache.lock().unwrap_or_else(PoisonError::into_inner);
             in_cache.bytes += written.end - written.start;
             in_cache.writeback.wrote(disk, &self.cached, written, path)?;
@@ -118,7 +114,7 @@ impl<D: Disk> OutputFile<D> {
     }
 
     /// Makes the file durable after all of it is written.
-    pub(super) fn finish(&self, disk: &D, path: &Path) -> Result<(), CommitError> {
+    pub(crate) fn finish(&self, disk: &D, path: &Path) -> Result<(), CommitError> {
         disk.fsync(&self.cached, path)?;
         disk.evict(&self.cached);
         Ok(())
@@ -159,4 +155,69 @@ fn write_direct<D: Disk>(
         done += written;
     }
     Ok(done)
+}
+
+// Early writeback: the kernel starts to write dirty pages long before the fsync.
+//
+// Without it the kernel collects gigabytes of dirty pages, and the fsync stalls everything else on the disk.
+// Invariant: at most two windows of a file, and the one being written, are dirty or under writeback.
+// `sync_file_range` makes nothing durable; the fsync at the end does. Where the call is missing, writing goes on
+// without it.
+
+/// Bytes between two starts of writeback, and the size of the largest single write.
+pub(crate) const WINDOW: u64 = LARGEST_WRITE as u64;
+
+/// The dirty range of one file since the last start of writeback.
+#[derive(Debug)]
+pub(crate) struct Writeback {
+    dirty: Option<Range<u64>>,
+    dirty_bytes: u64,
+    under_way: Option<Range<u64>>,
+    supported: bool,
+}
+
+impl Writeback {
+    pub(crate) fn new() -> Self {
+        Writeback { dirty: None, dirty_bytes: 0, under_way: None, supported: true }
+    }
+
+    /// Records that `range` was written. Starts writeback of a full window and waits for the window before it.
+    pub(crate) fn wrote<D: Disk>(
+        &mut self,
+        disk: &D,
+        file: &D::File,
+        range: Range<u64>,
+        path: &Path,
+    ) -> Result<(), CommitError> {
+        self.dirty_bytes += range.end - range.start;
+        let dirty = match self.dirty.take() {
+            Some(dirty) => dirty.start.min(range.start)..dirty.end.max(range.end),
+            None => range,
+        };
+        if self.dirty_bytes < WINDOW || !self.supported {
+            self.dirty = Some(dirty);
+            return Ok(());
+        }
+        self.dirty_bytes = 0;
+        self.advance(disk, file, dirty, path)
+    }
+
+    fn advance<D: Disk>(&mut self, disk: &D, file: &D::File, full: Range<u64>, path: &Path) -> Result<(), CommitError> {
+        match disk.start_writeback(file, &full, path) {
+            // Only the first start tells that the call is missing. Later the same error numbers mean lost bytes.
+            Err(error) if self.under_way.is_none() && is_missing(&error) => {
+                self.supported = false;
+                return Ok(());
+            }
+            outcome => outcome?,
+        }
+        if let Some(before) = self.under_way.replace(full) {
+            disk.wait_for_writeback(file, &before, path)?;
+        }
+        Ok(())
+    }
+}
+
+fn is_missing(error: &CommitError) -> bool {
+    [Errno::NOSYS, Errno::INVAL, Errno::OPNOTSUPP, Errno::SPIPE].into_iter().any(|errno| error.is(errno))
 }

@@ -1,4 +1,25 @@
-//! [`ShardWriter`], the public face of the shard writer.
+//! The shard writer: writes the files of one rank from staged memory, fast and without disturbing training.
+//!
+//! A [`ShardWriter`] creates all files of a rank at their full length, accepts bytes of file images in any order, and
+//! finishes when every byte of every file is durable.
+//!
+//! Invariants:
+//!
+//! 1. A full disk is found before the first byte is written: all files are preallocated.
+//! 2. Every byte of a file is written exactly once. Overlapping ranges are refused, and so is finishing a file with a
+//!    gap.
+//! 3. The first failure is final: a write, an fsync, a panic of a thread. [`finish`](ShardWriter::finish) reports it
+//!    with the file's path.
+//! 4. After `finish` has answered, and after the writer is dropped, none of its threads runs and it holds no image.
+//! 5. A writer belongs to the process that made it. In a child made by `fork` every call is refused, and dropping it
+//!    does nothing.
+//! 6. At most `writers_per_node` writers under one root write at once on a node (`writer_slots.rs`). A writer holds its
+//!    slot only while it has something to write: the bytes that it waits for may come from a rank that needs a slot
+//!    first.
+//!
+//! Bytes bypass the page cache where the file system has direct I/O and the image is laid out like the file. Otherwise
+//! few pages are dirty at a time, and written pages are dropped from the cache. Each thread computes the checksum of a
+//! chunk after it has written it: a disk reads faster from memory than from a processor's caches.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -9,34 +30,25 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::pending_write::SubmittedBytes;
-use super::writer_threads::SharedWriterState;
-use crate::disk::{Disk, RealDisk};
+use crate::RealDisk;
+use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::files::WINDOW;
-use crate::files::{FolderTree, TreeFile};
+use crate::folder_tree::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
+use crate::output_file::WINDOW;
 use crate::staging::Memory;
+use crate::work_queue::SubmittedBytes;
+use crate::writer_threads::{SharedWriterState, WriterOptions};
 
 /// The most threads that write. One alone saturates the disks measured; the others keep the disk busy while one sums,
 /// or waits for a processor that training uses.
 const THREADS: usize = 4;
 
-/// How a [`ShardWriter`] writes.
-#[derive(Clone, Copy, Debug)]
-pub struct WriterOptions {
-    /// Whether to compute a checksum of each file.
-    pub checksum: bool,
-    /// How many writers to folders of the same root write at once on this node; at least one. The root is the parent
-    /// of the writer's folder.
-    pub writers_per_node: usize,
-}
-
-/// Writes the files of one rank; see the [module](self).
+/// Writes the files of one rank, from images or from where tensors lie.
 ///
 /// Its methods may be called from several threads. Dropping it before [`finish`](ShardWriter::finish) has answered
 /// aborts it. The files then stay as they are; the owner of their folder removes them.
-pub struct ShardWriter<D: Disk + 'static = RealDisk> {
+pub struct ShardWriter<D: Disk = RealDisk> {
     shared: Arc<SharedWriterState<D>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     process: u32,
@@ -85,7 +97,7 @@ impl<D: Disk> ShardWriter<D> {
             return refuse(folder, "its files are larger together than a file can be");
         }
         let (tree, tree_files) = FolderTree::open(&disk, folder, files.iter().map(|(name, _)| *name))?;
-        preallocate(&disk, &tree, &tree_files, files, check_cancelled)?;
+        preallocate(&tree, &tree_files, files, check_cancelled)?;
         let root = *tree.parent();
         let sizes = files.iter().map(|(_, size)| *size);
         let shared = Arc::new(SharedWriterState::new(disk, tree, tree_files.into_iter().zip(sizes), options, &root));
@@ -201,7 +213,6 @@ impl<D: Disk> Drop for ShardWriter<D> {
 
 /// Creates all files and reserves room for their bytes.
 fn preallocate<D: Disk>(
-    disk: &D,
     tree: &FolderTree<D>,
     tree_files: &[TreeFile],
     files: &[(&str, u64)],
@@ -211,19 +222,19 @@ fn preallocate<D: Disk>(
     let mut left: u64 = sizes.clone().sum();
     let mut can_allocate = true;
     for (tree_file, size) in tree_files.iter().zip(sizes) {
-        let file = tree.create(disk, tree_file)?;
+        let file = tree.create(tree_file)?;
         if size > 0 && can_allocate {
-            match disk.allocate(&file, size, &tree_file.path) {
+            match tree.top().disk.allocate(&file, size, &tree_file.path) {
                 Err(error) if error.is(Errno::OPNOTSUPP) || error.is(Errno::NOSYS) => {
                     can_allocate = false;
-                    check_free_space(disk, tree, left)?;
+                    check_free_space(tree, left)?;
                 }
                 outcome => outcome?,
             }
         }
         if size > 0 && !can_allocate {
             // This reserves no room, but finds a limit on file sizes.
-            disk.truncate(&file, size, &tree_file.path)?;
+            tree.top().disk.truncate(&file, size, &tree_file.path)?;
         }
         left -= size;
         if check_cancelled().is_break() {
@@ -234,8 +245,9 @@ fn preallocate<D: Disk>(
 }
 
 /// Where no room can be reserved, it must at least be free now.
-fn check_free_space<D: Disk>(disk: &D, tree: &FolderTree<D>, needed: u64) -> Result<(), CommitError> {
-    if disk.free_room(tree.top(), tree.path())?.bytes < needed {
+fn check_free_space<D: Disk>(tree: &FolderTree<D>, needed: u64) -> Result<(), CommitError> {
+    let folder = tree.top();
+    if folder.disk.free_room(&folder.folder, &folder.path)?.bytes < needed {
         return Err(CommitError::io("find room for all files of", tree.path(), Errno::NOSPC));
     }
     Ok(())

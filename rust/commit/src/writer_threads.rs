@@ -8,25 +8,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::WriterOptions;
-use super::output_file::{DirectIo, OutputFile};
-use super::pending_write::SubmittedBytes;
-use super::thread_priority;
-use super::work_queue::{WorkItem, WorkQueue, WorkResult, WritePermission};
-use super::writer_slots::{WriterSlot, WriterSlots};
+use rustix::process::{getpriority_process, setpriority_process};
+
 use crate::checksum::Checksum;
 use crate::disk::{Disk, FileStat};
 use crate::error::CommitError;
-use crate::files::{FolderTree, TreeFile};
+use crate::folder_tree::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
+use crate::output_file::{DirectIo, OutputFile};
+use crate::work_queue::{SubmittedBytes, WorkItem, WorkQueue, WorkResult, WritePermission};
+use crate::writer_slots::{WriterSlot, WriterSlots};
 
 /// Between two attempts to take a slot: a fraction of the time waited so far, within these limits.
 const MIN_SLOT_INTERVAL: Duration = Duration::from_micros(500);
 const MAX_SLOT_INTERVAL: Duration = Duration::from_millis(5);
 const PART_OF_WAIT: u32 = 64;
 
+/// How a [`ShardWriter`](crate::ShardWriter) writes.
+#[derive(Clone, Copy, Debug)]
+pub struct WriterOptions {
+    /// Whether to compute a checksum of each file.
+    pub checksum: bool,
+    /// How many writers to folders of the same root write at once on this node; at least one. The root is the parent
+    /// of the writer's folder.
+    pub writers_per_node: usize,
+}
+
 /// The state that the threads of a writer share.
-pub(super) struct SharedWriterState<D: Disk> {
+pub(crate) struct SharedWriterState<D: Disk> {
     disk: D,
     tree: FolderTree<D>,
     files: Vec<SharedFile<D>>,
@@ -50,7 +59,7 @@ struct SharedFile<D: Disk> {
 }
 
 impl<D: Disk> SharedWriterState<D> {
-    pub(super) fn new(
+    pub(crate) fn new(
         disk: D,
         tree: FolderTree<D>,
         files: impl Iterator<Item = (TreeFile, u64)>,
@@ -75,16 +84,16 @@ impl<D: Disk> SharedWriterState<D> {
         }
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.tree.path()
     }
 
     /// Written bytes, and bytes of all files. Without the lock, which a child made by `fork` may find held.
-    pub(super) fn progress(&self) -> (u64, u64) {
+    pub(crate) fn progress(&self) -> (u64, u64) {
         (self.written.load(Ordering::Relaxed), self.total)
     }
 
-    pub(super) fn submit(&self, name: &str, mut write: SubmittedBytes) -> Result<(), CommitError> {
+    pub(crate) fn submit(&self, name: &str, mut write: SubmittedBytes) -> Result<(), CommitError> {
         let refuse = |reason: String| Err(CommitError::InvalidWrite { path: self.path().join(name), reason });
         let Some(&number) = self.by_name.get(name) else {
             return refuse("it is not a file of this writer".to_owned());
@@ -96,7 +105,7 @@ impl<D: Disk> SharedWriterState<D> {
         };
         write.file = number;
         let mut state = self.lock();
-        state.check()?;
+        state.failure.check()?;
         if state.closed || state.stopped {
             return refuse("its writer was finished or aborted; make another one".to_owned());
         }
@@ -112,7 +121,7 @@ impl<D: Disk> SharedWriterState<D> {
         Ok(())
     }
 
-    pub(super) fn finish(&self, deadline: Instant) -> Result<Option<Vec<FileMetadata>>, CommitError> {
+    pub(crate) fn finish(&self, deadline: Instant) -> Result<Option<Vec<FileMetadata>>, CommitError> {
         let mut state = self.lock();
         if !state.is_over() && !state.closed {
             self.check_complete(&state)?;
@@ -126,14 +135,12 @@ impl<D: Disk> SharedWriterState<D> {
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        match state.take_failure() {
-            Some(failure) => Err(failure),
-            None if state.is_done() => Ok(Some(self.file_metadata(&state))),
-            None => {
-                let reason = "its writer was aborted; make another one".to_owned();
-                Err(CommitError::InvalidWrite { path: self.path().to_path_buf(), reason })
-            }
+        state.failure.report()?;
+        if state.is_done() {
+            return Ok(Some(self.file_metadata(&state)));
         }
+        let reason = "its writer was aborted; make another one".to_owned();
+        Err(CommitError::InvalidWrite { path: self.path().to_path_buf(), reason })
     }
 
     fn check_complete(&self, state: &WorkQueue) -> Result<(), CommitError> {
@@ -156,20 +163,20 @@ impl<D: Disk> SharedWriterState<D> {
         metadata.collect()
     }
 
-    pub(super) fn stop(&self) {
+    pub(crate) fn stop(&self) {
         self.lock().stop();
         self.changed.notify_all();
     }
 
     /// Counts a thread that is about to run (1), or that could not be started (−1).
-    pub(super) fn count_thread(&self, change: isize) {
+    pub(crate) fn count_thread(&self, change: isize) {
         let mut state = self.lock();
         state.running = state.running.saturating_add_signed(change);
     }
 
     /// Runs one thread from its start to its end.
-    pub(super) fn run(&self) {
-        thread_priority::lower();
+    pub(crate) fn run(&self) {
+        lower_priority();
         let mut at = self.path().to_path_buf();
         let panic = catch_unwind(AssertUnwindSafe(|| self.work(&mut at))).err();
         let mut state = self.lock();
@@ -257,7 +264,7 @@ impl<D: Disk> SharedWriterState<D> {
             }
             WorkItem::FinishFolders => {
                 at.clone_from(&self.path().to_path_buf());
-                self.tree.fsync(&self.disk)?;
+                self.tree.sync()?;
                 Ok(WorkResult::FinishedFolders)
             }
         }
@@ -277,7 +284,7 @@ impl<D: Disk> SharedWriterState<D> {
         if let Some(output) = output.as_ref() {
             return Ok(Arc::clone(output));
         }
-        let opened = Arc::new(OutputFile::open(&self.disk, &self.tree, &file.tree_file, &self.direct_io)?);
+        let opened = Arc::new(OutputFile::open(&self.tree, &file.tree_file, &self.direct_io)?);
         Ok(Arc::clone(output.insert(opened)))
     }
 
@@ -289,4 +296,26 @@ impl<D: Disk> SharedWriterState<D> {
 fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|&text| text.to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+/// How much nicer a writer's thread is than the thread that made it. On a processor that both want, it gets a tenth of
+/// the other's time. Nicer still would delay checksums so much that a save holds its memory for seconds longer.
+const NICER: i32 = 10;
+
+/// Lowers the processor and disk priorities of the calling thread alone, so that training keeps its processors and
+/// disk. Where the system refuses, the thread goes on without.
+#[allow(unsafe_code)]
+fn lower_priority() {
+    // On Linux a nice value belongs to a thread.
+    let thread = Some(rustix::thread::gettid());
+    if let Ok(nice) = getpriority_process(thread) {
+        let _ = setpriority_process(thread, nice + NICER);
+    }
+    // From linux/ioprio.h: the lowest level of the class best effort (2). The idle class would starve while anybody
+    // else uses the disk.
+    const WHO_PROCESS: libc::c_int = 1;
+    const THIS_THREAD: libc::c_int = 0;
+    const BEST_EFFORT_LOWEST: libc::c_int = (2 << 13) | 7;
+    // SAFETY: three integers are passed, and no memory.
+    let _ = unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, THIS_THREAD, BEST_EFFORT_LOWEST) };
 }

@@ -14,12 +14,12 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::open_folder::OpenFolder;
-use super::root_names;
+use super::names;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, FileStat};
 use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind, Manifest, ManifestEntry};
+use crate::open_folder::OpenFolder;
 
 /// A larger file is no manifest. No number of ranks comes near this size.
 const LARGEST_MANIFEST: u64 = 1 << 30;
@@ -123,12 +123,12 @@ impl ExamineFailure {
 }
 
 /// Examines the folder of one checkpoint.
-pub(crate) fn examine<D: Disk + Clone>(
+pub(crate) fn examine<D: Disk>(
     root: &OpenFolder<D>,
     kind: CheckpointKind,
     step: u64,
 ) -> Result<PublishedCheckpoint, ExamineFailure> {
-    let folder = root.open_folder(&root_names::checkpoint(kind, step))?;
+    let folder = root.open_folder(&names::checkpoint(kind, step))?;
     let ReadManifest { manifest, stat: file, .. } = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {
         let (kind, step) = (manifest.kind, manifest.step);
@@ -141,7 +141,7 @@ pub(crate) fn examine<D: Disk + Clone>(
 }
 
 /// Reads the manifest in a folder.
-pub(crate) fn read_manifest<D: Disk + Clone>(folder: &OpenFolder<D>) -> Result<ReadManifest, ExamineFailure> {
+pub(crate) fn read_manifest<D: Disk>(folder: &OpenFolder<D>) -> Result<ReadManifest, ExamineFailure> {
     let name = OsStr::new(manifest::FILE_NAME);
     let refuse = |reason: String| Err(ExamineFailure::NotWhole(reason));
     let stat = match folder.look_at(name)? {
@@ -198,7 +198,7 @@ pub(crate) fn refuse_damaged<D: Disk>(folder: &OpenFolder<D>, mut damaged: Vec<D
 }
 
 /// Refuses a folder that does not hold exactly the files of its manifest.
-pub(crate) fn check_contents<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<(), CommitError> {
+pub(crate) fn check_contents<D: Disk>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<(), CommitError> {
     let mut damaged = compare_sizes(folder, &manifest.files)?;
     let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
     damaged.extend(unlisted_files(folder, "", &|name| names.contains(name))?);
@@ -206,7 +206,7 @@ pub(crate) fn check_contents<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: 
 }
 
 /// Which of `files`, of the manifest, are missing or of another kind or size.
-pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
+pub(crate) fn compare_sizes<'a, D: Disk>(
     folder: &OpenFolder<D>,
     files: impl IntoIterator<Item = &'a ManifestEntry>,
 ) -> Result<Vec<Damage>, CommitError> {
@@ -231,7 +231,7 @@ pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
 }
 
 /// Opens the folders in `top` that `files` lie in, by relative name; `None` for one that does not exist.
-pub(crate) fn open_inner_folders<'a, D: Disk + Clone>(
+pub(crate) fn open_inner_folders<'a, D: Disk>(
     top: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestEntry>,
 ) -> Result<BTreeMap<&'a str, Option<OpenFolder<D>>>, CommitError> {
@@ -262,7 +262,7 @@ pub(crate) fn parent_and_name(name: &str) -> (&str, &str) {
 }
 
 /// The files in a folder and its inner folders that are not `known`.
-pub(crate) fn unlisted_files<D: Disk + Clone>(
+pub(crate) fn unlisted_files<D: Disk>(
     folder: &OpenFolder<D>,
     prefix: &str,
     known: &dyn Fn(&str) -> bool,
