@@ -321,7 +321,10 @@ impl FolderFile {
     }
 
     /// As [`finish`](FolderFile::finish), but returns the open file.
-    fn finish_open(self) -> Result<File, CommitError> {
+    ///
+    /// # Errors
+    /// As [`finish`](FolderFile::finish).
+    pub fn finish_open(self) -> Result<File, CommitError> {
         status_of(&self.files).failure.check()?;
         record(&self.files, RealDisk.fsync(&self.file, &self.path))?;
         status_of(&self.files).unfinished.retain(|unfinished| *unfinished != self.path);
