@@ -22,7 +22,7 @@ from typing import IO, cast
 import torch
 from torch.serialization import skip_data
 
-from tundish.checkpoint.write_plan import Place
+from tundish.checkpoint.write_plan import Place, PlannedFile
 
 # Items begin at multiples of this. torch aligns the data in an archive so.
 ALIGNMENT = 64
@@ -136,3 +136,16 @@ class FileLayout:
             yield stop, tail + bytes(gap) + frame.head
             stop, tail = place.stop, frame.tail
         yield stop, tail + b"".join(objects)
+
+    def file(
+        self, name: str, sources: Sequence[torch.Tensor], names: Sequence[str], objects: Sequence[bytes]
+    ) -> PlannedFile:
+        """The file `name` of these tensors, with `names` for messages, and of these other objects."""
+        return PlannedFile(
+            name=name,
+            size=self.size,
+            places=self.tensor_places,
+            sources=sources,
+            names=names,
+            frames=functools.partial(self.frames, objects),
+        )

@@ -15,6 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan as TorchPlan
+from torch.distributed.checkpoint.planner import SavePlanner as TorchPlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from tundish.checkpoint.copies import optimizers_of
 from tundish.checkpoint.dcp.format import METADATA, FileLayout, rank_extra_name, shard_name
@@ -24,7 +29,7 @@ from tundish.checkpoint.dcp.state import flatten_state
 from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
 from tundish.checkpoint.replicas import digest_of
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
-from tundish.checkpoint.write_plan import PlannedFile, SmallFile, WritePlan
+from tundish.checkpoint.write_plan import SmallFile, WritePlan
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError, format_type
 
@@ -113,14 +118,7 @@ class DcpSave:
         """This rank's part of the state, as its file; after `agree` where the structure is new."""
         layout, part, index = self._file_layout(), self._planned_part(), self._planner.index
         objects = [self._pickles[number] for number in part.objects]
-        file = PlannedFile(
-            name=shard_name(index),
-            size=layout.size,
-            places=layout.tensor_places,
-            sources=self._sources,
-            names=self._names(part.tensors),
-            frames=functools.partial(layout.frames, objects),
-        )
+        file = layout.file(shard_name(index), self._sources, self._names(part.tensors), objects)
         rank_extra = SmallFile(rank_extra_name(index), self._rank_extra)
         return WritePlan(
             files=[file] if layout.size else [],
@@ -168,6 +166,33 @@ class DcpSave:
     def _names(self, numbers: Sequence[int]) -> list[str]:
         names = list(self._state.structure.paths)
         return [names[number] for number in numbers]
+
+
+def plan_of_torch(plan: TorchPlan, planner: TorchPlanner, name: str) -> tuple[WritePlan, list[WriteResult]]:
+    """Make the `WritePlan` of what torch's planner has a rank save, for those who bring a planner of their own.
+
+    Args:
+        plan: of this rank, as `finish_plan` returned it.
+        planner: gives the tensors and objects of its items.
+        name: of the file.
+
+    Returns:
+        The plan of one file, and where each item lies in it, as torch's `finish` of a storage writer takes it.
+    """
+    objects = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+    tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+    names = [item.index.fqn for item in tensors]
+    sources: list[Any] = [planner.resolve_data(item) for item in tensors]
+    check_memories(names, sources)
+    pickles: list[Any] = [planner.resolve_data(item) for item in objects]
+    contents = [pickled.getvalue() for pickled in pickles]
+    layout = FileLayout(((source.dtype, source.shape) for source in sources), list(map(len, contents)))
+    places = zip(tensors + objects, layout.items(), strict=True)
+    results = [
+        WriteResult(item.index, length, _StorageInfo(name, start, length)) for item, (start, length) in places
+    ]
+    files = [layout.file(name, sources, names, contents)] if layout.size else []
+    return WritePlan(files=files, is_pinned=any_on_cuda(sources)), results
 
 
 def _check_extra(extra: Any) -> str:
