@@ -40,6 +40,7 @@ from tundish.distributed import (
     group_info,
     new_subgroup,
     nodes_of,
+    second_client,
     store_address,
     torch_distributed,
     unique_name,
@@ -97,7 +98,7 @@ class Channels:
         self.to_other_nodes: GlooSender | None = None
         self.device: DeviceChannel | None = None
         self.thread = DaemonThread("tundish-scatter")
-        self.gloo_group: Any = None
+        self.gloo_group: _NodesGroup | None = None
 
     @property
     def senders(self) -> list[Sender]:
@@ -119,11 +120,30 @@ class Channels:
         self.to_other_nodes, self.receiver = None, None
         group, self.gloo_group = self.gloo_group, None
         if group is not None:
-            # The default group takes all others along when it is destroyed.
-            with contextlib.suppress(Exception):
-                distributed = torch_distributed()
-                if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
-                    distributed.destroy_process_group(group)
+            group.close()
+
+
+class _NodesGroup:
+    """A gloo group of the source and of ranks of other nodes. Collective over these `members`.
+
+    Attributes:
+        group: the `ProcessGroup`.
+    """
+
+    def __init__(self, members: tuple[int, ...], timeout: timedelta) -> None:
+        distributed = torch_distributed()
+        # gloo blocks its client of the job's store while it waits for a rank.
+        self._client = second_client(distributed.distributed_c10d._get_default_store())
+        name = unique_name("scatter", members)
+        self.group = new_subgroup(distributed, members, name, timeout, "gloo", self._client)
+
+    def close(self) -> None:
+        """Destroy the group. Never raises."""
+        # The default group takes all others along when it is destroyed.
+        with contextlib.suppress(Exception):
+            distributed = torch_distributed()
+            if distributed.is_initialized() and self.group in distributed.distributed_c10d._world.pg_map:
+                distributed.destroy_process_group(self.group)
 
 
 def memory_limit(ranks: int) -> int:
@@ -185,6 +205,14 @@ def connect(
             rendezvous.connect_to_sender(channels)
         with voter.agreed(_WHAT, timeout=timeout):
             rendezvous.accept_receivers(channels)
+        if rendezvous.connects_nodes:
+            # gloo holds the thread that connects, even against Ctrl-C.
+            channels.gloo_group = voter.run(
+                rendezvous.connect_nodes,
+                what=_WHAT,
+                undo=lambda group: group and group.close(),
+                timeout=timeout,
+            )
         with voter.agreed(_WHAT, timeout=timeout):
             rendezvous.open_channels(channels, device_backend)
         on_failure.pop_all()
@@ -290,6 +318,17 @@ class _Rendezvous:
         ).items():
             channels.watch.add_connection(rank, connection)
 
+    @property
+    def connects_nodes(self) -> bool:
+        """Whether some ranks receive over gloo; the same on all."""
+        return bool(self._gloo_receivers)
+
+    def connect_nodes(self) -> _NodesGroup | None:
+        """Collective: the group of the source and of the ranks that receive over gloo; None on the others."""
+        if self._is_source or self._participants.rank in self._gloo_receivers:
+            return _NodesGroup((self._participants.source, *self._gloo_receivers), self._timeout)
+        return None
+
     def open_channels(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
         """Receive the sender's queue, and make the groups of the ranks of different nodes."""
         participants, gloo_receivers = self._participants, self._gloo_receivers
@@ -297,16 +336,14 @@ class _Rendezvous:
             channels.receiver.receive_queue()
         if self._to_source is not None and _is_source(self._to_source, self._invitation):
             channels.watch.add_connection(participants.source, self._to_source)
-        if not gloo_receivers or not (self._is_source or participants.rank in gloo_receivers):
+        if channels.gloo_group is None:
             return
-        members = participants.source, *gloo_receivers
         # A rank that passes batches on needs them in host memory.
         if device_backend is not None and not any(rank in self._senders.values() for rank in gloo_receivers):
+            members = participants.source, *gloo_receivers
             channels.device = DeviceChannel(*device_backend, members, self._timeout)
-        name = unique_name("scatter", members)
-        channels.gloo_group = new_subgroup(torch_distributed(), members, name, self._timeout, "gloo")
         # torch's dispatcher would show these messages to the caller's dispatch modes.
-        gloo = channels.gloo_group._get_backend(torch.device("cpu"))
+        gloo = channels.gloo_group.group._get_backend(torch.device("cpu"))
         arena, thread = _native.SegmentArena(self.memory_limit), channels.thread
         if self._is_source:
             channels.to_other_nodes = GlooSender(gloo, gloo_receivers, thread, arena, self.memory_limit)
