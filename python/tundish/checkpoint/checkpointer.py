@@ -45,7 +45,8 @@ class Checkpointer(ReadonlyRoot):
     `on_failure="raise"` they too raise the error of an earlier save.
 
     Args:
-        root: the folder of all checkpoints, the same on all ranks; created if its parent exists.
+        root: the folder of all checkpoints, the same on all ranks; created if its parent exists. Or a `Root`
+            (`tundish.checkpoint.root`), which publishes elsewhere.
         group: the process group of the ranks that save together. None: all ranks of the job, or this process alone.
         keep_last: how many untagged checkpoints of each kind to keep; None keeps all. The newest always stays.
         keep_every: also keep untagged checkpoints whose step is a multiple of this.

@@ -11,10 +11,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tundish import _native
 from tundish.checkpoint.root import (
+    Checkpoint,
     Checkpoints,
+    Damaged,
     DamagedOnes,
     DiskRoot,
     Kind,
@@ -31,6 +34,7 @@ _logger = logging.getLogger("tundish.checkpoint")
 
 
 _Names = list[str]
+C = TypeVar("C", Checkpoint, Damaged)
 
 
 def verify(
@@ -117,8 +121,7 @@ class ReadonlyRoot:
             [1]
         """
         self._raise_pending()
-        only = None if kind is None else check_kind(kind)
-        return [one for one in self.reader.list() if only is None or one.kind == only]
+        return _of_kind(self.reader.list(), kind)
 
     def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, DamagedOnes]:
         """List the published checkpoints, and the damaged ones.
@@ -139,12 +142,8 @@ class ReadonlyRoot:
             ([], [])
         """
         self._raise_pending()
-        only = None if kind is None else check_kind(kind)
         whole, damaged = self.reader.survey()
-        return (
-            [one for one in whole if only is None or one.kind == only],
-            [one for one in damaged if only is None or one.kind == only],
-        )
+        return _of_kind(whole, kind), _of_kind(damaged, kind)
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`.
@@ -227,6 +226,12 @@ class ReadonlyRoot:
         self._raise_pending()
         with self.reader.lock(name_of(check_kind(kind), check_step(plain_step(step)))) as published:
             yield published.path
+
+
+def _of_kind(found: list[C], kind: Kind | None) -> list[C]:
+    """The checkpoints of one kind; None takes all."""
+    only = None if kind is None else check_kind(kind)
+    return [one for one in found if only is None or one.kind == only]
 
 
 def open_readonly(root: str | os.PathLike[str]) -> ReadonlyRoot:

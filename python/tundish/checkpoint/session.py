@@ -220,7 +220,6 @@ def open_session(
     member = group_info(group)
     world_size, is_first = len(member.ranks), member.rank == member.ranks[0]
     seconds = timeout_seconds(timeout)
-    writable: WritableRoot | None = None
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
         # The first rank waits for a writer that is ending, and the others for the first rank.
@@ -234,10 +233,9 @@ def open_session(
             _check_functions(on_event, on_published)
             if checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {checksum!r}: give 'crc64' or None")
-            if is_first:
-                opened = _open_root(location, owns=True, wait_seconds=wait)
-                stack.callback(opened.close)
-                writable = WritableRoot(opened, retention)
+            opened = _open_root(location, owns=is_first, wait_seconds=wait)
+            stack.callback(opened.close)
+            writable = WritableRoot(opened, retention) if is_first else None
         shared = {
             "keep_last": retention.keep_last,
             "keep_every": retention.keep_every,
@@ -249,10 +247,7 @@ def open_session(
             "checksum": checksum,
             "timeout": seconds,
         }
-        are_nodes_alike = _compare_ranks(location, writable, voter, shared=shared)
-        if writable is None:
-            opened = _open_root(location)
-            stack.callback(opened.close)
+        are_nodes_alike = _compare_ranks(opened, voter, shared=shared)
         exchange_group = None
         if world_size > 1:
             exchange_group = ExchangeGroup(voter)
@@ -294,7 +289,7 @@ def _location_of(root: Any) -> Path | Root:
     return root if isinstance(root, Root) else path_of(root, "root")
 
 
-def _open_root(location: Path | Root, *, owns: bool = False, wait_seconds: float = WAIT_SECONDS) -> Root:
+def _open_root(location: Path | Root, *, owns: bool, wait_seconds: float) -> Root:
     if not isinstance(location, Path):
         return location.share()
     root = DiskRoot(location, owns=owns, wait_seconds=wait_seconds)
@@ -303,14 +298,12 @@ def _open_root(location: Path | Root, *, owns: bool = False, wait_seconds: float
     return root
 
 
-def _compare_ranks(
-    location: Path | Root, writable: WritableRoot | None, voter: Voter, *, shared: Mapping[str, Any]
-) -> bool:
+def _compare_ranks(root: Root, voter: Voter, *, shared: Mapping[str, Any]) -> bool:
     """Make sure that all ranks see the same writable root and were given the same arguments.
 
     Returns whether all nodes have as many ranks.
     """
-    what = f"opening {location if isinstance(location, Path) else location.path}"
+    what = f"opening {root.path}"
     text = json.dumps([_node_size(), {name: repr(value) for name, value in shared.items()}])
     # Only the first rank has the gathered texts.
     given = [json.loads(answer) for answer in voter.gather(text, what=what)]
@@ -318,7 +311,7 @@ def _compare_ranks(
     owner = ""
     try:
         _compare([arguments for _, arguments in given], voter.ranks)
-        owner = (writable.root if writable is not None else _open_root(location)).identity()
+        owner = root.identity()
     except (InvalidInputError, StorageError) as caught:
         error = caught
     differ = len({size for size, _ in given}) > 1

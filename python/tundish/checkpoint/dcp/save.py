@@ -41,12 +41,7 @@ class DcpSave:
 
     Args:
         planner: of the ranks that save together.
-        state_dict: nested, of tensors, DTensors and other objects.
-        extra: values of the run, the same on all ranks; JSON.
-        rank_extra: state of this rank alone.
-        trusted: types that the caller gives to `load_dcp`, too.
-        staging: "eager" or "lazy".
-        optimizer: one or several, whose steps wait for a lazy staging.
+        state_dict, extra, rank_extra, trusted, staging, optimizer: as `Checkpointer.save_dcp` takes them.
 
     Raises:
         InvalidInputError: a layout cannot be saved, a name is invalid, there is nothing to save, or a lazy staging has
