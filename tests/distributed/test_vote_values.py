@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -54,7 +55,10 @@ def work_together(rank: int, line: Line) -> None:
         work = fail if rank == 1 else lambda: rank
         line.say(*outcome(lambda: voter.run(work, what="connecting again", undo=undone.append)))
         line.say(undone)
+        is_over = threading.Event()
+        line.say(*outcome(lambda: voter.run(is_over.wait, what="slow work", undo=undone.append, timeout=0.3)))
         line.say(*outcome(lambda: voter.vote(what="a plain vote")))
+        is_over.set()
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
@@ -65,6 +69,9 @@ def test_ranks_work_together_or_fail_together(host: str, tmp_path: Path) -> None
         assert [kind for kind, _, _ in heard] == ["PeerFailedError", "KeyError", "PeerFailedError"]
         assert "connecting again: rank 1 failed with KeyError" in heard[0][1]
         assert job.hear_all() == [([0],), ([],), ([2],)]
+        for kind, text, _ in job.hear_all():
+            assert kind == "PeerFailedError"
+            assert "was not done with it in time" in text
         assert job.hear_all() == [("", "", None)] * 3
         job.expect_end()
 

@@ -119,8 +119,7 @@ class Channels:
         self.thread.close()
         self.to_other_nodes, self.receiver = None, None
         group, self.gloo_group = self.gloo_group, None
-        if group is not None:
-            group.close()
+        _close_group(group)
 
 
 class _NodesGroup:
@@ -137,13 +136,16 @@ class _NodesGroup:
         name = unique_name("scatter", members)
         self.group = new_subgroup(distributed, members, name, timeout, "gloo", self._client)
 
-    def close(self) -> None:
-        """Destroy the group. Never raises."""
-        # The default group takes all others along when it is destroyed.
-        with contextlib.suppress(Exception):
-            distributed = torch_distributed()
-            if distributed.is_initialized() and self.group in distributed.distributed_c10d._world.pg_map:
-                distributed.destroy_process_group(self.group)
+
+def _close_group(group: _NodesGroup | None) -> None:
+    """Destroy a group, if there is one. Never raises."""
+    if group is None:
+        return
+    # The default group takes all others along when it is destroyed.
+    with contextlib.suppress(Exception):
+        distributed = torch_distributed()
+        if distributed.is_initialized() and group.group in distributed.distributed_c10d._world.pg_map:
+            distributed.destroy_process_group(group.group)
 
 
 def memory_limit(ranks: int) -> int:
@@ -210,7 +212,7 @@ def connect(
             channels.gloo_group = voter.run(
                 rendezvous.connect_nodes,
                 what=_WHAT,
-                undo=lambda group: group and group.close(),
+                undo=_close_group,
                 timeout=timeout,
             )
         with voter.agreed(_WHAT, timeout=timeout):
