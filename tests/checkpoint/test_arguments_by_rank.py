@@ -53,8 +53,7 @@ def protect_on_the_second(rank: int, line: Line) -> None:
 
 def run(scenario: Any, folder: Path) -> list[Any]:
     with Job(scenario, 2, folder) as job:
-        for rank in range(2):
-            job.tell(rank, (folder / "root",))
+        job.tell_all((folder / "root",))
         said = job.hear_all()
         job.expect_end()
     return [one for (one,) in said]

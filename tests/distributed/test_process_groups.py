@@ -65,8 +65,7 @@ def test_temporary_groups(tmp_path: Path) -> None:
                 assert job.hear(rank) == ("KeyError", f"'turn {turn}'", None)
         assert job.hear_all() == [(0, 0)] * 4
         job.hear_all()
-        for rank in range(4):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 

@@ -147,8 +147,7 @@ def test_a_signalled_process_is_not_used_again(tmp_path: Path) -> None:
         first, second = (process for (process,) in job.hear_all())
         job.signal(1, signal.SIGSTOP)
         job.signal(1, signal.SIGCONT)
-        for rank in (0, 1):
-            job.tell(rank)
+        job.tell_all()
         job.hear_all()
         job.expect_end()
     following = run(4, tmp_path / "next")

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome, voter_on_node
+from support.distributed.rank_processes import (
+    FILE,
+    LAUNCHER,
+    RANK0,
+    Job,
+    Line,
+    outcome,
+    run_job,
+    voter_on_node,
+)
 
 from tundish.distributed import Voter, agreed, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
@@ -209,8 +218,7 @@ def test_nothing_grows_and_nothing_is_left(tmp_path: Path) -> None:
         for kind, text, _ in job.hear_all():
             assert kind == "InvalidInputError"
             assert "closed" in text
-        job.tell(0)
-        job.tell(1)
+        job.tell_all()
         job.expect_end()
 
 
@@ -284,8 +292,7 @@ def occupied(rank: int, line: Line) -> None:
 def test_a_client_of_the_store_that_others_block_does_not_block_votes(tmp_path: Path) -> None:
     with Job(occupied, 2, tmp_path) as job:
         assert job.hear_all() == [(True,)] * 2
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -393,5 +400,4 @@ def some_ranks_vote(rank: int, line: Line) -> None:
 
 
 def test_some_ranks_of_a_group_vote_among_themselves(tmp_path: Path) -> None:
-    with Job(some_ranks_vote, 3, tmp_path) as job:
-        job.expect_end()
+    run_job(some_ranks_vote, 3, tmp_path)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome, run_job
 
 from tundish.distributed import Voter, same_arguments, vote
 from tundish.distributed.vote_protocol import difference
@@ -257,10 +257,7 @@ def votes_of_all_kinds(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0])
 def test_each_vote_has_its_own_result_in_any_order_of_kinds(host: str, tmp_path: Path) -> None:
-    with Job(votes_of_all_kinds, 3, tmp_path, host=host) as job:
-        for rank in range(3):
-            job.tell(rank, host)
-        job.expect_end()
+    run_job(votes_of_all_kinds, 3, tmp_path, host, host=host)
 
 
 def test_a_world_of_one_hears_itself() -> None:

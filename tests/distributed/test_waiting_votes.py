@@ -59,8 +59,7 @@ def wait_long(rank: int, line: Line) -> None:
 def test_one_waiting_rank_logs_the_missing_ranks(warns: bool, tmp_path: Path) -> None:
     warned, grown = [], []
     with Job(wait_long, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, warns)
+        job.tell_all(warns)
         # One of the waiting ranks logs each warning. The next one comes when twice the time has passed.
         until = time.monotonic() + (PATIENCE if warns else 2 * WARN_AFTER)
         while time.monotonic() < until and len(warned) < 2:

@@ -51,8 +51,7 @@ def train(world: int, options: list[str], folder: Path) -> tuple[str, list[list[
     store = folder / "-".join([str(world), *options])
     store.mkdir()
     with Job(example, world, store) as job:
-        for rank in range(world):
-            job.tell(rank, (str(folder / "out"), options))
+        job.tell_all((str(folder / "out"), options))
         (said, first), *others = job.hear_all()
         job.expect_end()
     return said, [first, *(seen for _, seen in others)]

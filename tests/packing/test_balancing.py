@@ -149,6 +149,5 @@ def test_ranks_agree_on_the_largest_count_and_on_every_error(tmp_path: Path) -> 
         assert other[0] == "InvalidInputError" and other[1].startswith("3 batches are needed on every rank")
 
         assert ask([8], [7]) == [[[0]], [[0]]]
-        for rank in range(2):
-            job.tell(rank, None)
+        job.tell_all(None)
         job.expect_end()

@@ -87,14 +87,11 @@ def test_ranks_of_a_group_trust_each_other_as_their_own_server(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with Job(_rank_over_tls, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, tuple(map(str, files)))
+        job.tell_all(tuple(map(str, files)))
         handles = [said[0] for said in job.hear_all()]
-        for rank in range(2):
-            job.tell(rank, handles)
+        job.tell_all(handles)
         assert job.hear_all() == [([0, 8], 2)] * 2
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 

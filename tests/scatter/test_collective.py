@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.scatter.batches import KINDS, same
 
 import tundish as td
@@ -34,8 +34,7 @@ def steps_of_all_kinds(rank: int, line: Line) -> None:
 @pytest.mark.parametrize(("world", "node"), [(1, 1), (2, 2), (3, 3), (4, 4), (2, 1), (4, 2)])
 def test_every_kind_of_batch_arrives_unchanged(world: int, node: int, tmp_path: Path) -> None:
     with Job(steps_of_all_kinds, world, tmp_path) as job:
-        for rank in range(world):
-            job.tell(rank, node)
+        job.tell_all(node)
         told = job.hear_all()
         job.expect_end()
     for rank, (transports,) in enumerate(told):
@@ -72,10 +71,7 @@ def steps_with_gaps(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [3, 1])
 def test_a_rank_without_a_batch_gets_none(node: int, tmp_path: Path) -> None:
-    with Job(steps_with_gaps, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, node)
-        job.expect_end()
+    run_job(steps_with_gaps, 3, tmp_path, node)
 
 
 def numbers_of_other_kinds(rank: int, line: Line) -> None:
@@ -86,8 +82,7 @@ def numbers_of_other_kinds(rank: int, line: Line) -> None:
 
 
 def test_src_may_be_any_kind_of_integer(tmp_path: Path) -> None:
-    with Job(numbers_of_other_kinds, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(numbers_of_other_kinds, 2, tmp_path)
 
 
 def several_groups(rank: int, line: Line) -> None:
@@ -106,8 +101,7 @@ def several_groups(rank: int, line: Line) -> None:
 
 
 def test_sub_groups_and_several_groups_at_once(tmp_path: Path) -> None:
-    with Job(several_groups, 4, tmp_path) as job:
-        job.expect_end()
+    run_job(several_groups, 4, tmp_path)
 
 
 def on_a_mesh(rank: int, line: Line) -> None:
@@ -123,8 +117,7 @@ def on_a_mesh(rank: int, line: Line) -> None:
 
 
 def test_a_dimension_of_a_mesh_is_a_group(tmp_path: Path) -> None:
-    with Job(on_a_mesh, 4, tmp_path) as job:
-        job.expect_end()
+    run_job(on_a_mesh, 4, tmp_path)
 
 
 def on_a_mesh_in_another_order(rank: int, line: Line) -> None:
@@ -140,8 +133,7 @@ def on_a_mesh_in_another_order(rank: int, line: Line) -> None:
 
 
 def test_a_mesh_with_ranks_in_another_order_is_refused_on_all(tmp_path: Path) -> None:
-    with Job(on_a_mesh_in_another_order, 4, tmp_path) as job:
-        job.expect_end()
+    run_job(on_a_mesh_in_another_order, 4, tmp_path)
 
 
 def tensors_apart(rank: int, line: Line) -> None:
@@ -158,8 +150,7 @@ def tensors_apart(rank: int, line: Line) -> None:
 
 
 def test_tensors_of_a_batch_are_independent(tmp_path: Path) -> None:
-    with Job(tensors_apart, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(tensors_apart, 2, tmp_path)
 
 
 def batches_of_tens_of_megabytes(rank: int, line: Line) -> None:
@@ -172,8 +163,7 @@ def batches_of_tens_of_megabytes(rank: int, line: Line) -> None:
 
 
 def test_large_batches_of_several_ranks_arrive_whole(tmp_path: Path) -> None:
-    with Job(batches_of_tens_of_megabytes, 3, tmp_path) as job:
-        job.expect_end()
+    run_job(batches_of_tens_of_megabytes, 3, tmp_path)
 
 
 def raising(error: Exception) -> Iterator[Any]:
@@ -210,8 +200,7 @@ def sources_differ(rank: int, line: Line) -> None:
 
 
 def test_different_sources_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    with Job(sources_differ, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(sources_differ, 2, tmp_path)
 
 
 def replicas(rank: int, line: Line) -> None:
@@ -259,8 +248,7 @@ def replicas(rank: int, line: Line) -> None:
 
 def test_ranks_of_another_dimension_get_the_same_batch(tmp_path: Path) -> None:
     with Job(replicas, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, ((2, 2), 4))
+        job.tell_all(((2, 2), 4))
         told = job.hear_all()
         job.expect_end()
     assert [transports for transports, _ in told] == [
@@ -273,8 +261,7 @@ def test_ranks_of_another_dimension_get_the_same_batch(tmp_path: Path) -> None:
 
 def test_a_batch_goes_to_another_node_once(tmp_path: Path) -> None:
     with Job(replicas, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, ((2, 2), 2))
+        job.tell_all(((2, 2), 2))
         told = job.hear_all()
         job.expect_end()
     assert [transports for transports, _ in told] == [
@@ -299,5 +286,4 @@ def replicas_along_two_dimensions(rank: int, line: Line) -> None:
 
 
 def test_ranks_along_two_more_dimensions_get_the_same_batch(tmp_path: Path) -> None:
-    with Job(replicas_along_two_dimensions, 8, tmp_path) as job:
-        job.expect_end()
+    run_job(replicas_along_two_dimensions, 8, tmp_path)

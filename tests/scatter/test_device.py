@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.nccl_ranks import nccl_group
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.waiting import NOTICED
 
 import tundish as td
@@ -61,10 +61,7 @@ def to_the_device(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_batch_goes_to_a_device_and_arrays_stay(device: str, tmp_path: Path) -> None:
-    with Job(to_the_device, 2, tmp_path) as job:
-        job.tell(0, device)
-        job.tell(1, device)
-        job.expect_end()
+    run_job(to_the_device, 2, tmp_path, device)
 
 
 def nothing_but_empty_tensors(rank: int, line: Line) -> None:
@@ -73,8 +70,7 @@ def nothing_but_empty_tensors(rank: int, line: Line) -> None:
 
 
 def test_tensors_without_elements_go_to_a_device_too(tmp_path: Path) -> None:
-    with Job(nothing_but_empty_tensors, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(nothing_but_empty_tensors, 2, tmp_path)
 
 
 def under_a_default_device(rank: int, line: Line) -> None:
@@ -88,8 +84,7 @@ def under_a_default_device(rank: int, line: Line) -> None:
 
 
 def test_torch_s_default_device_is_ignored(tmp_path: Path) -> None:
-    with Job(under_a_default_device, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(under_a_default_device, 2, tmp_path)
 
 
 def own_batch_that_cannot_be_moved(rank: int, line: Line) -> None:
@@ -101,16 +96,12 @@ def own_batch_that_cannot_be_moved(rank: int, line: Line) -> None:
 
 
 def test_a_batch_of_the_source_that_cannot_be_moved_is_refused_before_any_is_sent(tmp_path: Path) -> None:
-    with Job(own_batch_that_cannot_be_moved, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(own_batch_that_cannot_be_moved, 2, tmp_path)
 
 
 @pytest.mark.needs_gpu
 def test_a_batch_goes_to_a_gpu(tmp_path: Path) -> None:
-    with Job(to_the_device, 2, tmp_path) as job:
-        job.tell(0, "cuda")
-        job.tell(1, "cuda")
-        job.expect_end()
+    run_job(to_the_device, 2, tmp_path, "cuda")
 
 
 @pytest.mark.needs_gpu
@@ -190,12 +181,10 @@ def one_call_fails(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("failing", ["receive", "send", "post"])
 def test_tensors_of_a_failed_step_are_not_taken_for_the_next_ones(failing: str, tmp_path: Path) -> None:
     with Job(one_call_fails, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, failing)
+        job.tell_all(failing)
         assert job.hear_all() == [("",), ("",)]
         fails = int(failing == "receive")
-        for rank in (0, 1):
-            job.tell(rank)
+        job.tell_all()
         assert job.hear(fails) == ("RuntimeError",)
         job.tell(fails)
         begin = time.monotonic()
@@ -244,8 +233,7 @@ def from_device_to_device(rank: int, line: Line) -> None:
 
 
 def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
-    with Job(from_device_to_device, 3, tmp_path) as job:
-        job.expect_end()
+    run_job(from_device_to_device, 3, tmp_path)
 
 
 def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
@@ -282,8 +270,7 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
 
 
 def test_a_batch_from_device_to_device_goes_to_the_device_of_the_call(tmp_path: Path) -> None:
-    with Job(to_another_device_than_the_current_one, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(to_another_device_than_the_current_one, 2, tmp_path)
 
 
 @pytest.mark.parametrize("wanted", [None, "cpu", "cuda"])
@@ -310,8 +297,7 @@ def over_nccl(rank: int, line: Line) -> None:
 
 @pytest.mark.needs_gpu
 def test_batches_go_between_nodes_over_nccl(tmp_path: Path) -> None:
-    with Job(over_nccl, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(over_nccl, 2, tmp_path)
 
 
 def over_nccl_without_a_current_device(rank: int, line: Line) -> None:
@@ -333,5 +319,4 @@ def over_nccl_without_a_current_device(rank: int, line: Line) -> None:
 
 @pytest.mark.needs_gpu(2)
 def test_a_batch_comes_over_nccl_to_the_device_that_the_call_names(tmp_path: Path) -> None:
-    with Job(over_nccl_without_a_current_device, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(over_nccl_without_a_current_device, 2, tmp_path)

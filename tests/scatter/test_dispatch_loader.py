@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.scatter.batches import KINDS, same
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -79,10 +79,7 @@ def every_tail(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize(("world", "node"), [(2, 2), (3, 1), (4, 2)])
 def test_every_rank_gets_its_batches_to_the_end(world: int, node: int, tmp_path: Path) -> None:
-    with Job(every_tail, world, tmp_path) as job:
-        for rank in range(world):
-            job.tell(rank, node)
-        job.expect_end()
+    run_job(every_tail, world, tmp_path, node)
 
 
 def kept_batches(rank: int, line: Line) -> None:
@@ -104,10 +101,7 @@ def kept_batches(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [3, 2])
 def test_batches_that_are_kept_do_not_change(node: int, tmp_path: Path) -> None:
-    with Job(kept_batches, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, node)
-        job.expect_end()
+    run_job(kept_batches, 3, tmp_path, node)
 
 
 class Stateful:
@@ -173,11 +167,9 @@ def test_a_resumed_epoch_has_exactly_the_remaining_batches(
     steps = 3
     (tmp_path / "before").mkdir()
     with Job(stopped_in_the_middle, before, tmp_path / "before") as job:
-        for rank in range(before):
-            job.tell(rank, (kind, steps))
+        job.tell_all((kind, steps))
         told = job.hear_all()
-        for rank in range(before):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
     assert [numbers for numbers, _ in told] == [
         order[rank : before * steps : before] for rank in range(before)
@@ -187,8 +179,7 @@ def test_a_resumed_epoch_has_exactly_the_remaining_batches(
     # The state of any rank resumes all.
     for state in states:
         with Job(resumed, after, tmp_path) as job:
-            for rank in range(after):
-                job.tell(rank, (kind, state))
+            job.tell_all((kind, state))
             left = job.hear_all()
             job.expect_end()
         rest = order[before * steps :]
@@ -222,8 +213,7 @@ def several_loaders(rank: int, line: Line) -> None:
 
 
 def test_several_loaders_at_once(tmp_path: Path) -> None:
-    with Job(several_loaders, 3, tmp_path) as job:
-        job.expect_end()
+    run_job(several_loaders, 3, tmp_path)
 
 
 def on_a_mesh(rank: int, line: Line) -> None:
@@ -242,10 +232,7 @@ def on_a_mesh(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [4, 2, 1])
 def test_ranks_along_another_dimension_get_the_same_batches(node: int, tmp_path: Path) -> None:
-    with Job(on_a_mesh, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, node)
-        job.expect_end()
+    run_job(on_a_mesh, 4, tmp_path, node)
 
 
 def source_closes_first(rank: int, line: Line) -> None:
@@ -264,11 +251,9 @@ def source_closes_first(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("is_replicated", [True, False])
 def test_batches_arrive_although_the_source_has_closed(is_replicated: bool, tmp_path: Path) -> None:
     with Job(source_closes_first, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, is_replicated)
+        job.tell_all(is_replicated)
         assert job.hear(0) == ("end of scenario",)
-        for rank in range(1, 4):
-            job.tell(rank)
+        job.tell_all(None, range(1, 4))
         job.expect_end(1, 2, 3)
 
 
@@ -313,8 +298,7 @@ def what_is_refused(rank: int, line: Line) -> None:
 
 
 def test_bad_arguments_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    with Job(what_is_refused, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(what_is_refused, 2, tmp_path)
 
 
 def prepared_by_accelerate(rank: int, line: Line) -> None:
@@ -339,8 +323,7 @@ def prepared_by_accelerate(rank: int, line: Line) -> None:
 
 
 def test_accelerate_does_not_shard_a_dispatch_loader(tmp_path: Path) -> None:
-    with Job(prepared_by_accelerate, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(prepared_by_accelerate, 2, tmp_path)
 
 
 def with_workers(rank: int, line: Line) -> None:
@@ -358,5 +341,4 @@ def with_workers(rank: int, line: Line) -> None:
 
 
 def test_a_data_loader_with_workers(tmp_path: Path) -> None:
-    with Job(with_workers, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(with_workers, 2, tmp_path)

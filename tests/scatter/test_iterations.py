@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Line, outcome, run_job
 from support.scatter.batches import EndsIteration
 
 import tundish as td
@@ -32,8 +32,7 @@ def one_after_the_other(rank: int, line: Line) -> None:
 
 @pytest.mark.skipif(not hasattr(dist.PrefixStore, "clone"), reason="this torch opens them in another way")
 def test_loaders_share_connections_to_the_store(tmp_path: Path) -> None:
-    with Job(one_after_the_other, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(one_after_the_other, 2, tmp_path)
 
 
 def no_such_device(rank: int, line: Line) -> None:
@@ -44,8 +43,7 @@ def no_such_device(rank: int, line: Line) -> None:
 
 
 def test_a_bad_device_is_refused_when_the_loader_is_made(tmp_path: Path) -> None:
-    with Job(no_such_device, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(no_such_device, 2, tmp_path)
 
 
 def resumed_padding(rank: int, line: Line) -> None:
@@ -68,8 +66,7 @@ def resumed_padding(rank: int, line: Line) -> None:
 
 
 def test_the_padding_of_the_last_step_is_the_same_after_resuming(tmp_path: Path) -> None:
-    with Job(resumed_padding, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(resumed_padding, 2, tmp_path)
 
 
 def ends_for_no_reason(rank: int, line: Line) -> None:
@@ -90,8 +87,7 @@ def ends_for_no_reason(rank: int, line: Line) -> None:
 
 
 def test_a_stop_iteration_from_a_batch_does_not_end_the_data(tmp_path: Path) -> None:
-    with Job(ends_for_no_reason, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(ends_for_no_reason, 2, tmp_path)
 
 
 def used_up(rank: int, line: Line) -> None:
@@ -106,5 +102,4 @@ def used_up(rank: int, line: Line) -> None:
 
 
 def test_all_ranks_hear_of_an_iterator_that_is_used_up(tmp_path: Path) -> None:
-    with Job(used_up, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(used_up, 2, tmp_path)

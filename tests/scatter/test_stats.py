@@ -64,8 +64,7 @@ def a_few_steps(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_a_scatter_counts_steps_batches_and_bytes(node: int, tmp_path: Path) -> None:
     with Job(a_few_steps, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, node)
+        job.tell_all(node)
         assert job.hear(1) == ("waits",)
         time.sleep(0.5)
         job.tell(0)
@@ -87,8 +86,7 @@ def test_a_scatter_counts_steps_batches_and_bytes(node: int, tmp_path: Path) -> 
             # Only the wait for a message counts.
             assert 0 <= waited <= seconds
             assert rank == 0 or waited > 0
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -124,8 +122,7 @@ def test_a_loader_counts_steps_that_are_handed_out_and_prefetched(
     node: int, prefetch: int, tmp_path: Path
 ) -> None:
     with Job(a_loader_ahead, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, (node, prefetch))
+        job.tell_all((node, prefetch))
         for (found,) in job.hear_all():
             counts = (
                 "steps",
@@ -176,10 +173,8 @@ def a_loader_bounded(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_prefetched_bytes_are_bounded_on_every_rank(node: int, tmp_path: Path) -> None:
     with Job(a_loader_bounded, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, node)
+        job.tell_all(node)
         for found in job.hear_all():
             assert [(one["ready_steps"], one["ready_bytes"]) for one in found] == [(3, 3 * BYTES)]
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()

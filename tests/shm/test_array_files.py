@@ -215,8 +215,7 @@ def share_in_a_file(rank: int, line: Line) -> None:
 def test_ranks_share_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "arrays"
     with Job(share_in_a_file, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, str(folder))
+        job.tell_all(str(folder))
         heard = job.hear_all()
         assert [calls for calls, _ in heard] == [3, 0, 0]
         assert [len(inodes) for _, inodes in heard] == [2] * 3

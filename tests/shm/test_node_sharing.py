@@ -63,15 +63,13 @@ def share_one(rank: int, line: Line) -> None:
 def test_all_ranks_have_the_same_pages_once(world: int, tmp_path: Path) -> None:
     size = 4 * MIB
     with Job(share_one, world, tmp_path) as job:
-        for rank in range(world):
-            job.tell(rank, size)
+        job.tell_all(size)
         heard = job.hear_all()
         assert [message[:2] for message in heard] == [(True, True)] * world
         pages = [message[2] for message in heard]
         assert len({page["inode"] for page in pages}) == 1
         assert all(page["Rss"] >= size * 8 for page in pages)
-        for rank in range(world):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -94,13 +92,11 @@ def total_memory(rank: int, line: Line) -> None:
 def test_memory_of_a_node_grows_by_one_copy(tmp_path: Path) -> None:
     nbytes = 128 * MIB
     with Job(total_memory, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, nbytes)
+        job.tell_all(nbytes)
         heard = job.hear_all()
         assert nbytes <= sum(pages for _, pages in heard) <= nbytes + MIB
         assert sum(grown for grown, _ in heard) <= nbytes * 1.03 + 4 * 5 * MIB
-        for rank in range(4):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -135,8 +131,7 @@ def test_nodes_on_one_machine_have_a_copy_each(tmp_path: Path) -> None:
         heard = job.hear_all(0, 2, 3)
         assert [value for value, _ in heard] == [0, 2, 2]
         assert heard[1][1] == heard[2][1]
-        for rank in range(4):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 

@@ -279,8 +279,7 @@ def verify_beside_the_dead(rank: int, line: Line) -> None:
 
 def test_a_rank_that_dies_while_it_verifies_fails_all(tmp_path: Path) -> None:
     with Job(verify_beside_the_dead, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (tmp_path / "root",))
+        job.tell_all((tmp_path / "root",))
         assert job.hear(1) == ("verifying",)
         job.signal(1, signal.SIGKILL)
         started = time.monotonic()

@@ -89,11 +89,9 @@ def test_sharded_adapters_give_the_same_files(size: int, path_in_memory: Path) -
     with Job(saving, size, path_in_memory) as job:
         for number, order in enumerate(orders):
             (path_in_memory / str(number)).mkdir()
-            for rank in range(size):
-                job.tell(rank, (*order, path_in_memory / str(number)))
+            job.tell_all((*order, path_in_memory / str(number)))
             assert job.hear_all() == [("same",)] * size, order
-        for rank in range(size):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -118,8 +116,7 @@ def saving_what_is_computed(rank: int, line: Line) -> None:
 
 def test_weights_computed_from_sharded_parameters_are_refused(path_in_memory: Path) -> None:
     with Job(saving_what_is_computed, 2, path_in_memory) as job:
-        for rank in range(2):
-            job.tell(rank, path_in_memory / "root")
+        job.tell_all(path_in_memory / "root")
         for kind in ("VBLORA", "PROMPT_TUNING", "ADALORA"):
             for kind_of_error, said, *_ in job.hear_all():
                 assert kind_of_error == "InvalidInputError"

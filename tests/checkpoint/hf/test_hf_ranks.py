@@ -107,15 +107,13 @@ def test_the_same_bytes_as_from_one_rank(size: int, path_in_memory: Path) -> Non
     orders += [(layout, kind) for layout in MODELS for kind in ("plain", "lazy")]
     with Job(saving, size, path_in_memory) as job:
         for layout, kind in orders:
-            for rank in range(size):
-                job.tell(rank, (layout, kind, path_in_memory / f"{layout}-{kind}"))
+            job.tell_all((layout, kind, path_in_memory / f"{layout}-{kind}"))
             names, different, writers = job.hear(0)
             assert different == [], (layout, kind)
             assert any(name.startswith("model-00002-of-") for name in names)
             assert writers == set(range(size)), "all ranks write"
             assert len(set(job.hear_all())) == 1, "all ranks plan the same"
-        for rank in range(size):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -219,8 +217,7 @@ def test_no_rank_holds_the_whole_model(path_in_memory: Path) -> None:
     slack = 32 * MEBIBYTE
     with Job(gathering_much, size, path_in_memory, fresh=True) as job:
         for kind in ("plain", "to_hf", "lazy"):
-            for rank in range(size):
-                job.tell(rank, (kind, path_in_memory / kind))
+            job.tell_all((kind, path_in_memory / kind))
             for taken, announced, own in job.hear_all():
                 assert own == pytest.approx(whole / size, rel=0.01)
                 assert taken < announced + slack, kind
@@ -229,8 +226,7 @@ def test_no_rank_holds_the_whole_model(path_in_memory: Path) -> None:
                     2 * 64 * MEBIBYTE + {"plain": 0, "to_hf": 2 * 64 * MEBIBYTE, "lazy": whole // size}[kind]
                 )
                 assert announced <= own + beside + MEBIBYTE
-        for rank in range(size):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -285,8 +281,7 @@ def failing(rank: int, line: Line) -> None:
 
 def test_an_error_of_one_rank_is_raised_there(tmp_path: Path) -> None:
     with Job(failing, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, tmp_path / "hf")
+        job.tell_all(tmp_path / "hf")
         first, second = job.hear_all()
         assert first[0] == ""
         assert second[0] == "KeyError"
@@ -343,13 +338,11 @@ def test_staging_stays_within_its_limit(path_in_memory: Path) -> None:
     # Buffers of sockets and the interpreter.
     slack = 24 * MEBIBYTE
     with Job(within_a_limit, size, path_in_memory) as job:
-        for rank in range(size):
-            job.tell(rank, path_in_memory / "root")
+        job.tell_all(path_in_memory / "root")
         found = set()
         for step, limit in enumerate((None, 200_000_000)):
             for lazy in (False, True):
-                for rank in range(size):
-                    job.tell(rank, (2 * step + lazy, limit, lazy))
+                job.tell_all((2 * step + lazy, limit, lazy))
                 for rank, (counted, taken, written) in enumerate(job.hear_all()):
                     found.add((rank, written))
                     assert taken < counted + slack, (limit, lazy)
@@ -357,6 +350,5 @@ def test_staging_stays_within_its_limit(path_in_memory: Path) -> None:
                         assert counted <= limit, (limit, lazy)
         # Each rank has its own seed of hashes.
         assert len(found) == size
-        for rank in range(size):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()

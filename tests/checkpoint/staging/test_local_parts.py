@@ -56,8 +56,7 @@ def saving(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 def test_async_parts_are_waited_for_and_other_subclasses_refused(kind: str, tmp_path: Path) -> None:
     with Job(saving, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, (tmp_path / "root", kind))
+        job.tell_all((tmp_path / "root", kind))
         for came, text, _ in job.hear_all():
             assert came == "InvalidTypeError", text
             assert "has no dense values of its own" in text

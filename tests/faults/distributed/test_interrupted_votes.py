@@ -48,8 +48,7 @@ def test_an_interrupted_voter_is_closed_and_the_others_name_its_rank(
 ) -> None:
     drawn = random.Random(f"{several_nodes}")
     with Job(interrupted, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, several_nodes)
+        job.tell_all(several_nodes)
         for _ in range(TURNS):
             assert job.hear_all() == [("ready",)] * 2
             time.sleep(drawn.uniform(0.0, 0.05))
@@ -60,8 +59,7 @@ def test_an_interrupted_voter_is_closed_and_the_others_name_its_rank(
             assert (kind, named) == ("PeerFailedError", 0), other
             # time: 20 times the promise of half a second; the timeout is 60
             assert interrupted_at - sent < 10 and failed_at - sent < 10
-            for rank in range(2):
-                job.tell(rank)
+            job.tell_all()
         job.expect_end()
 
 

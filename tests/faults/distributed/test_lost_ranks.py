@@ -159,8 +159,7 @@ def test_a_rank_that_was_killed_before_a_new_voter_meets_is_not_waited_for(host:
         job.hear_all()
         job.signal(3, signal.SIGKILL)
         assert job.exit_code(3) == -signal.SIGKILL
-        for rank in (0, 1, 2):
-            job.tell(rank)
+        job.tell_all()
         told = [("connecting a new voter", message) for message in job.hear_all(0, 1, 2)]
         told += [("the first one of a group", message) for message in job.hear_all(0, 1)]
         for what, (kind, text, named, seconds) in told:
@@ -243,8 +242,7 @@ def test_ranks_that_give_up_before_they_can_vote_do_not_hold_up_the_host_of_the_
         for _ in range(ROUNDS):
             assert job.hear_all() == [("ready",)] * 3
             job.signal(0, signal.SIGSTOP)
-            for rank in (1, 2):
-                job.tell(rank)
+            job.tell_all(None, (1, 2))
             for kind, _, _, _ in job.hear_all(1, 2):
                 assert kind == "VoteTimeoutError"
             job.tell(0)
@@ -278,8 +276,7 @@ def test_a_rank_that_is_stopped_after_it_voted_hears_what_all_others_do(host: st
             time.sleep(0.3)
             job.signal(2, signal.SIGSTOP)
             stopped = time.monotonic()
-            for rank in (0, 1):
-                job.tell(rank)
+            job.tell_all(None, (0, 1))
             for kind, text, _, _ in job.hear_all(0, 1):
                 assert kind == "", text
             # It gives up 1 s after its timeout.
@@ -326,8 +323,7 @@ def test_a_rank_forty_votes_late_gets_in_step(tmp_path: Path) -> None:
             assert job.hear(rank) == ("", "", None)
         for rank in range(3):
             assert job.hear(rank)[0] < 40
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -486,8 +482,7 @@ def test_the_first_vote_after_a_fork_is_one_of_its_process(host: str, tmp_path: 
     with Job(vote_first_in_a_child, 2, tmp_path, host=host) as job:
         assert job.hear_all() == [("", "", None)] * 2
         assert job.hear_all() == [("", "", None)] * 2
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 

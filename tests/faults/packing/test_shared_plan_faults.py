@@ -55,8 +55,7 @@ def good_and_bad_calls(rank: int, line: Line) -> None:
 def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     with Job(good_and_bad_calls, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, str(tmp_path / "shared"))
+        job.tell_all(str(tmp_path / "shared"))
         shared = job.hear_all()
         assert len({message[1:3] for message in shared}) == 1
         alone = td.pack(LENGTHS, 256, seed=4)
@@ -106,8 +105,7 @@ def removed_before_it_is_mapped(rank: int, line: Line) -> None:
 
 def test_a_plan_removed_from_the_cache_before_it_is_mapped_is_built_again(tmp_path: Path) -> None:
     with Job(removed_before_it_is_mapped, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, str(tmp_path))
+        job.tell_all(str(tmp_path))
         assert [message[0] for message in job.hear_all()] == ["", ""]
         job.expect_end()
     assert len(os.listdir(tmp_path / "cache")) == 1
@@ -133,8 +131,7 @@ def killed_at_once(rank: int, line: Line) -> None:
 
 def test_a_rank_killed_over_its_lengths_is_noticed_in_the_first_call(tmp_path: Path) -> None:
     with Job(killed_at_once, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, str(tmp_path))
+        job.tell_all(str(tmp_path))
         assert job.hear(1) == ("reading",)
         killed = time.monotonic()
         for message in job.hear_all(0, 2):
@@ -162,8 +159,7 @@ def slow_build(rank: int, line: Line) -> None:
 
 def test_a_slow_builder_is_waited_for(tmp_path: Path) -> None:
     with Job(slow_build, 2, tmp_path, seconds=2.0) as job:
-        for rank in range(2):
-            job.tell(rank, str(tmp_path))
+        job.tell_all(str(tmp_path))
         assert job.hear(0) == ("building",)
         assert [message[:2] for message in job.hear_all()] == [("", ""), ("", "")]
         job.expect_end()
@@ -173,8 +169,7 @@ def test_a_slow_builder_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_a_killed_builder_is_noticed_at_once(tmp_path: Path, again: bool) -> None:
     with Job(slow_build, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, str(tmp_path))
+        job.tell_all(str(tmp_path))
         assert job.hear(0) == ("building",)
         killed = time.monotonic()
         job.signal(0, signal.SIGKILL)
@@ -279,20 +274,17 @@ def test_a_rank_that_is_killed_between_two_plans_is_noticed_at_once(
     tmp_path: Path, places: tuple[str, str], is_group: bool
 ) -> None:
     with Job(two_plans, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (str(tmp_path), is_group, places))
+        job.tell_all((str(tmp_path), is_group, places))
         assert not any(message[0] for message in job.hear_all())
         # The rank that builds the plan of the next call.
         job.signal(0, signal.SIGKILL)
         assert job.exit_code(0) == -signal.SIGKILL
         called = time.monotonic()
-        for rank in (1, 2):
-            job.tell(rank)
+        job.tell_all(None, (1, 2))
         for kind, text, named, at in job.hear_all(1, 2):
             assert (kind, named) == ("PeerFailedError", 0), text
             assert at - called < NOTICED
-        for rank in (1, 2):
-            job.tell(rank)
+        job.tell_all(None, (1, 2))
         job.expect_end(1, 2)
 
 

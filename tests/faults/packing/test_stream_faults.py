@@ -43,8 +43,7 @@ def train(rank: int, line: Line) -> None:
 
 
 def begin(job: Job, folder: Path, source: str) -> int:
-    for rank in range(RANKS):
-        job.tell(rank, (str(folder), source))
+    job.tell_all((str(folder), source))
     (_, step), other = job.hear_all()
     assert other == ("begin", step)
     return int(step)
@@ -71,8 +70,7 @@ def test_a_killed_job_gets_the_packs_of_one_that_went_through(source: str, tmp_p
                     for rank in range(RANKS):
                         job.signal(rank, signal.SIGKILL)
                     break
-                for rank in range(RANKS):
-                    job.tell(rank)
+                job.tell_all()
             else:
                 job.expect_end()
     assert [pack for step in range(steps) for pack in found[step]] == expected[: steps * RANKS]

@@ -83,8 +83,7 @@ def test_ctrl_c_as_a_loop_begins_closes_the_loader_and_is_known_to_all(
     node: int, prefetch: int, victim: int, tmp_path: Path
 ) -> None:
     with Job(interrupted_before_a_loop, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, prefetch, victim))
+        job.tell_all((node, prefetch, victim))
         told = job.hear_all()
         kind, _, interrupted = told[victim]
         assert kind == "KeyboardInterrupt"
@@ -124,11 +123,9 @@ def leaving_after_the_last_step(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_a_source_that_leaves_while_the_end_is_read_ends_the_data(node: int, tmp_path: Path) -> None:
     with Job(leaving_after_the_last_step, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
+        job.tell_all(node)
         assert job.hear_all() == [("", [0, 2, 4]), ("StopIteration", [1, 3, 5])]
-        job.tell(0)
-        job.tell(1)
+        job.tell_all()
         job.expect_end()
 
 
@@ -168,14 +165,12 @@ def test_a_rank_may_leave_after_the_last_step_where_the_length_is_known(
     is_sized: bool, leaver: int, node: int, tmp_path: Path
 ) -> None:
     with Job(leaving_before_the_end_is_read, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, leaver, is_sized))
+        job.tell_all((node, leaver, is_sized))
         assert job.hear(leaver) == ("left",)
         # Time in which all ranks hear of it.
         time.sleep(HEARD)
         others = [rank for rank in range(3) if rank != leaver]
-        for rank in others:
-            job.tell(rank)
+        job.tell_all(None, others)
         for kind, text, whom in job.hear_all(*others):
             # A source that is asked for more finds the end; one that leaves does not look for it.
             expected = ("StopIteration", None) if is_sized or leaver else ("PeerLeftLoopError", 0)
@@ -207,10 +202,8 @@ def failing_alike(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_an_error_that_is_raised_again_is_reported_again(node: int, tmp_path: Path) -> None:
     with Job(failing_alike, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
+        job.tell_all(node)
         for _ in range(3):
             assert job.hear_all() == [("OSError", True, True), ("PeerFailedError", True, True)]
-            job.tell(0)
-            job.tell(1)
+            job.tell_all()
         job.expect_end()

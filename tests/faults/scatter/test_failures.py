@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.interrupts import signal_once_waiting
 from support.waiting import NOTICED
 
@@ -49,8 +49,7 @@ def killed_receiver(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [4, 2, 1])
 def test_a_killed_receiver_is_named_by_all(node: int, tmp_path: Path) -> None:
     with Job(killed_receiver, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, node)
+        job.tell_all(node)
         assert job.hear_all() == [("ready",)] * 4
         job.signal(2, signal.SIGKILL)
         assert job.exit_code(2) == -signal.SIGKILL
@@ -80,8 +79,7 @@ def killed_source(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [3, 1])
 def test_a_killed_source_is_named_by_all(node: int, tmp_path: Path) -> None:
     with Job(killed_source, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, node)
+        job.tell_all(node)
         assert job.hear_all() == [("ready",)] * 3
         time.sleep(0.2)
         killed = time.monotonic()
@@ -110,8 +108,7 @@ def source_ends_early(rank: int, line: Line) -> None:
 
 def test_batches_arrive_although_the_source_has_ended(tmp_path: Path) -> None:
     with Job(source_ends_early, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, 3)
+        job.tell_all(3)
         assert job.hear(0) == ("gave all",)
         assert job.exit_code(0) == 0
         job.tell(1)
@@ -156,10 +153,7 @@ def failing_source(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [3, 1])
 def test_all_ranks_raise_an_error_of_the_source_in_its_step(node: int, tmp_path: Path) -> None:
-    with Job(failing_source, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, node)
-        job.expect_end()
+    run_job(failing_source, 3, tmp_path, node)
 
 
 def failure_while_behind(rank: int, line: Line) -> None:
@@ -199,10 +193,7 @@ def bad_arguments(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [2, 1])
 def test_a_refused_call_counts_as_a_step(node: int, tmp_path: Path) -> None:
-    with Job(bad_arguments, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
-        job.expect_end()
+    run_job(bad_arguments, 2, tmp_path, node)
 
 
 def is_closed(rank: int, number: int, by: int) -> None:
@@ -232,13 +223,11 @@ def interrupted_receiver(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_ctrl_c_ends_the_wait_of_a_receiver_and_closes_the_scatter(node: int, tmp_path: Path) -> None:
     with Job(interrupted_receiver, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
+        job.tell_all(node)
         assert job.hear(1) == ("interrupted",)
         job.tell(0)
         assert job.hear_all() == [("closed",)] * 2
-        job.tell(0)
-        job.tell(1)
+        job.tell_all()
         job.expect_end()
 
 
@@ -269,15 +258,13 @@ def test_ctrl_c_ends_the_wait_of_a_source_and_all_ranks_hear_who_closed_the_scat
     node: int, tmp_path: Path
 ) -> None:
     with Job(interrupted_source, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, node)
+        job.tell_all(node)
         begin = time.monotonic()
         assert job.hear_all(0, 2) == [("closed",)] * 2
         assert time.monotonic() - begin < NOTICED
         job.tell(1)
         assert job.hear(1) == ("closed",)
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -334,8 +321,7 @@ def forked(rank: int, line: Line) -> None:
 
 
 def test_a_forked_child_cannot_use_the_scatter(tmp_path: Path) -> None:
-    with Job(forked, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(forked, 2, tmp_path)
 
 
 def killed_replica(rank: int, line: Line) -> None:

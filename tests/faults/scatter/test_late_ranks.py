@@ -120,8 +120,7 @@ def test_a_late_receiver_gets_the_steps_before_the_source_was_interrupted(tmp_pa
         assert job.hear(0) == ("left",)
         job.tell(1)
         assert job.hear(1) == ("caught up",)
-        job.tell(0)
-        job.tell(1)
+        job.tell_all()
         job.expect_end()
 
 
@@ -199,8 +198,7 @@ def test_an_error_of_the_source_does_not_wait_for_a_late_rank(tmp_path: Path) ->
         assert job.hear(1) == ("has its batch",)
         assert job.hear(1) == ("PeerFailedError",)
         assert job.hear(0) == ("PeerFailedError",)
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -256,12 +254,10 @@ def source_that_is_to_end(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("name", ["KeyboardInterrupt", "SystemExit"])
 def test_ending_a_source_does_not_wait_for_a_late_rank(name: str, node: int, tmp_path: Path) -> None:
     with Job(source_that_is_to_end, 2, tmp_path) as job:
-        job.tell(0, (node, name))
-        job.tell(1, (node, name))
+        job.tell_all((node, name))
         kind, seconds = job.hear(0)
         assert kind == name and seconds < NOTICED
         job.tell(1)
         assert job.hear(1)[0] == "PeerFailedError"
-        job.tell(0)
-        job.tell(1)
+        job.tell_all()
         job.expect_end()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.waiting import NOTICED, PATIENCE
 
 import tundish as td
@@ -46,10 +46,7 @@ def keep_every_batch(rank: int, line: Line) -> None:
 def test_a_receiver_that_keeps_every_batch_does_not_run_out_of_descriptors(
     node: int, steps: int, shapes: list[int], tmp_path: Path
 ) -> None:
-    with Job(keep_every_batch, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, (node, steps, shapes))
-        job.expect_end()
+    run_job(keep_every_batch, 2, tmp_path, (node, steps, shapes))
 
 
 @contextlib.contextmanager
@@ -89,8 +86,7 @@ def test_a_rank_without_descriptors_for_the_rendezvous_is_named_by_all(
     node: int, victim: int, tmp_path: Path
 ) -> None:
     with Job(meets_without_descriptors, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, victim))
+        job.tell_all((node, victim))
         for rank, (kind, text, lost) in enumerate(job.hear_all()):
             assert "Too many open files" in text
             assert (kind, lost) == (("OSError", None) if rank == victim else ("PeerFailedError", victim))
@@ -134,13 +130,11 @@ def test_a_receiver_without_memory_for_a_shared_batch_says_so_in_its_step(
     lack: str, said: str, tmp_path: Path
 ) -> None:
     with Job(shared_without_room, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, lack)
+        job.tell_all(lack)
         kind, text, _ = job.hear(1)
         assert kind in ("StorageError", "OutOfMemoryError") and said in text, text
         assert job.hear_all(0, 2) == [("", "", None)] * 2
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -171,8 +165,7 @@ def too_large(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [3, 1])
 def test_a_batch_larger_than_memory_fails_on_the_source(node: int, tmp_path: Path) -> None:
     with Job(too_large, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, node)
+        job.tell_all(node)
         for number in (0, 2):
             assert [job.hear(0), job.hear(1)] == [([number] * 3,)] * 2
         job.expect_end(0, 1)
@@ -190,8 +183,7 @@ def without_room_for_it(rank: int, line: Line) -> None:
 
 def test_a_receiver_without_memory_for_a_batch_over_gloo_closes_the_scatter(tmp_path: Path) -> None:
     with Job(without_room_for_it, 2, tmp_path, seconds=PATIENCE * 2) as job:
-        job.tell(0, 1)
-        job.tell(1, 1)
+        job.tell_all(1)
         assert job.hear(1)[0] in ("OutOfMemoryError", "StorageError")
         kind, text, lost = job.hear(1)
         assert (kind, lost) == ("PeerFailedError", 1) and "could not read an earlier batch" in text, text
@@ -203,8 +195,7 @@ def test_a_receiver_without_memory_for_a_batch_over_gloo_closes_the_scatter(tmp_
 
 def test_a_receiver_without_memory_for_a_batch_of_its_node_gets_the_next_one(tmp_path: Path) -> None:
     with Job(without_room_for_it, 2, tmp_path) as job:
-        job.tell(0, 2)
-        job.tell(1, 2)
+        job.tell_all(2)
         assert job.hear(1)[0] in ("OutOfMemoryError", "StorageError")
         assert job.hear(1) == (4,)
 
@@ -243,8 +234,7 @@ def opens_nothing(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("size", [10_000, 100_000])
 def test_memory_that_the_receiver_could_not_open_is_used_again(size: int, tmp_path: Path) -> None:
     with Job(opens_nothing, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, size)
+        job.tell_all(size)
         before, after = job.hear(0)
         # Thirty more batches.
         assert after - before < 4 * 8 * size
@@ -306,8 +296,7 @@ def shares_of_a_node(rank: int, line: Line) -> None:
 @pytest.mark.parametrize(("node", "expected"), [(4, [4]), (2, [2]), (1, [1])])
 def test_the_ranks_of_a_node_share_its_memory(node: int, expected: list[int], tmp_path: Path) -> None:
     with Job(shares_of_a_node, 4, tmp_path) as job:
-        for rank in range(4):
-            job.tell(rank, node)
+        job.tell_all(node)
         # The other ranks of the source's node send nothing.
         for rank in (0, *range(node, 4)):
             assert job.hear(rank) == (expected,), rank

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.programs import PIPE, Program
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.waiting import NOTICED, PATIENCE
 
 import tundish as td
@@ -75,8 +75,7 @@ def test_an_error_of_the_loader_is_raised_by_all_in_its_step(
     node: int, prefetch: int, tmp_path: Path
 ) -> None:
     with Job(loader_breaks, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, prefetch))
+        job.tell_all((node, prefetch))
         told = job.hear_all()
         times = [at for *_, at in told]
         for rank, (came, kind, text, lost, _) in enumerate(told):
@@ -85,8 +84,7 @@ def test_an_error_of_the_loader_is_raised_by_all_in_its_step(
             if rank:
                 assert lost == 0 and "Traceback" in text and "in batches" in text
         assert max(times) - min(times) < NOTICED
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -106,8 +104,7 @@ def test_a_loader_may_raise_the_errors_of_another_loader(tmp_path: Path) -> None
         for rank, (came, kind, text, lost, _) in enumerate(job.hear_all()):
             assert came == 3 and "another loop" in text
             assert (kind, lost) == (("PeerFailedError", 0) if rank else ("PeerLeftLoopError", 7))
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -127,14 +124,12 @@ def one_cannot_be_sent(rank: int, line: Line) -> None:
 
 def test_a_batch_that_cannot_be_sent_is_named_on_all_ranks(tmp_path: Path) -> None:
     with Job(one_cannot_be_sent, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         for rank, (found, kind, text) in enumerate(job.hear_all()):
             assert found == [rank]
             assert kind == ("NotPicklableError" if rank == 0 else "PeerFailedError")
             assert "rank 1's batch" in text and '["inner"][0]' in text, text
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -163,15 +158,13 @@ def killed(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_by_all(node: int, prefetch: int, victim: int, tmp_path: Path) -> None:
     with Job(killed, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, prefetch, victim))
+        job.tell_all((node, prefetch, victim))
         assert job.hear_all() == [("ready",)] * 3
         job.signal(victim, signal.SIGKILL)
         assert job.exit_code(victim) == -signal.SIGKILL
         begin = time.monotonic()
         others = [rank for rank in range(3) if rank != victim]
-        for rank in others:
-            job.tell(rank)
+        job.tell_all(None, others)
         for kind, text, lost, at in job.hear_all(*others):
             assert (kind, lost) == ("PeerFailedError", victim), text
             assert at - begin < NOTICED
@@ -214,16 +207,14 @@ def test_a_rank_that_leaves_early_stops_the_others(
     node: int, prefetch: int, leaver: int, tmp_path: Path
 ) -> None:
     with Job(one_leaves, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, prefetch, leaver))
+        job.tell_all((node, prefetch, leaver))
         # The same again with the same loader.
         for _ in range(2):
             for rank, (came,) in enumerate(job.hear_all()):
                 # The source finds out that a receiver left in its next step.
                 most = 4 if 0 in (leaver, prefetch) or rank == leaver else 4 + prefetch + 2
                 assert 4 <= came <= most, (rank, came)
-            for rank in range(3):
-                job.tell(rank)
+            job.tell_all()
         job.expect_end()
 
 
@@ -262,16 +253,14 @@ def test_a_rank_that_leaves_when_all_was_read_is_named_unless_it_took_the_last_s
     leaver: int, steps: int, tmp_path: Path
 ) -> None:
     with Job(one_leaves_near_the_end, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, (leaver, steps))
+        job.tell_all((leaver, steps))
         told = job.hear_all()
         assert told[leaver] == (steps, "", None)
         came, *how = told[1 - leaver]
         assert how == (["PeerLeftLoopError", leaver] if steps == 8 else ["", None])
         # The source finds out at the end of the data that a receiver left.
         assert came == steps or (leaver == 1 and steps <= came <= 10)
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -292,10 +281,7 @@ def all_leave(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 3), (1, 2), (2, 1)])
 def test_all_may_leave_alike_and_begin_again(node: int, prefetch: int, tmp_path: Path) -> None:
-    with Job(all_leave, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, prefetch))
-        job.expect_end()
+    run_job(all_leave, 3, tmp_path, (node, prefetch))
 
 
 # Timeout of the group, in tests that wait for it.
@@ -328,8 +314,7 @@ def test_a_source_that_does_not_come_is_named_after_the_timeout_of_the_group(tmp
         assert job.hear_all() == [("begun",)] * 2
         kind, text = job.hear(1)
         assert kind == "TimedOutError" and "rank 0" in text, text
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -350,11 +335,9 @@ def all_are_elsewhere(rank: int, line: Line) -> None:
 def test_prefetched_steps_may_wait_longer_than_the_timeout_of_the_group(node: int, tmp_path: Path) -> None:
     """All ranks may be elsewhere, in an evaluation for example."""
     with Job(all_are_elsewhere, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, node)
+        job.tell_all(node)
         assert job.hear_all() == [("done",)] * 2
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -379,8 +362,7 @@ def interrupted(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(prefetch: int, victim: int, tmp_path: Path) -> None:
     with Job(interrupted, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, prefetch)
+        job.tell_all(prefetch)
         assert job.hear_all() == [("in the loop",)] * 2
         job.interrupt(victim)
         begin = time.monotonic()
@@ -388,8 +370,7 @@ def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(prefetch: int, victim: int
         assert said == "interrupted" and at - begin < NOTICED
         _, lost = job.hear(1 - victim)
         assert lost == victim
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -416,8 +397,7 @@ def forked(rank: int, line: Line) -> None:
 
 
 def test_a_child_made_by_fork_leaves_its_parents_loader_alone(tmp_path: Path) -> None:
-    with Job(forked, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(forked, 2, tmp_path)
 
 
 ENDS_IN_THE_LOOP = """

@@ -83,8 +83,7 @@ def many_steps(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_thousands_of_steps_take_no_more_memory_than_the_first_ones(node: int, tmp_path: Path) -> None:
     with Job(many_steps, 2, tmp_path, seconds=60.0) as job:
-        for rank in range(2):
-            job.tell(rank, node)
+        job.tell_all(node)
         measurements: list[list[Held]] = [[], []]
         for _ in range(0, STEPS + EVERY, EVERY):
             for rank in range(2):

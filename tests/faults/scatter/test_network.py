@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.scatter.batches import same
 
 import tundish as td
@@ -39,8 +39,7 @@ def batches_of_all_sizes(rank: int, line: Line) -> None:
 
 
 def test_batches_of_all_sizes_arrive_whole_in_any_order(tmp_path: Path) -> None:
-    with Job(batches_of_all_sizes, 3, tmp_path) as job:
-        job.expect_end()
+    run_job(batches_of_all_sizes, 3, tmp_path)
 
 
 def small_ones_kept(rank: int, line: Line) -> None:

@@ -93,8 +93,7 @@ def test_a_rank_that_ends_at_any_moment_is_named_by_the_others(
 ) -> None:
     with Job(in_the_loop, 3, tmp_path) as job:
         others = [rank for rank in range(3) if rank != victim]
-        for rank in range(3):
-            job.tell(rank, (node, prefetch))
+        job.tell_all((node, prefetch))
         assert job.hear_all() == [("begun",)] * 3
         time.sleep(seconds)
         begin = time.monotonic()
@@ -105,10 +104,8 @@ def test_a_rank_that_ends_at_any_moment_is_named_by_the_others(
             assert at - begin < NOTICED
         # Without prefetch, a source that is interrupted while it sends closes the loader.
         goes_on = not is_killed and (victim > 0 or prefetch > 0)
-        for rank in left:
-            job.tell(rank, goes_on)
-        for rank in left:
-            job.tell(rank, not is_killed)
+        job.tell_all(goes_on, left)
+        job.tell_all(not is_killed, left)
         if is_killed:
             assert [job.exit_code(rank) for rank in others] == [0, 0]
         else:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, on_nodes
+from support.distributed.rank_processes import Line, on_nodes, run_job
 from support.scatter.batches import same
 from support.soak import IS_SOAK
 
@@ -162,7 +162,4 @@ def all_steps(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [3, 2, 1], ids=["one node", "two nodes", "a node each"])
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_steps_of_every_kind_arrive_unchanged(seed: int, node: int, tmp_path: Path) -> None:
-    with Job(all_steps, WORLD, tmp_path, seconds=20.0) as job:
-        for rank in range(WORLD):
-            job.tell(rank, (seed, node))
-        job.expect_end()
+    run_job(all_steps, WORLD, tmp_path, (seed, node), seconds=20.0)

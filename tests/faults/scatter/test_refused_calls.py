@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome, run_job
 from torch.distributed.device_mesh import init_device_mesh
 
 import tundish as td
@@ -35,8 +35,7 @@ def refused_in_the_first_call(rank: int, line: Line) -> None:
 
 
 def test_a_source_that_is_refused_in_the_first_call_is_known_to_all(tmp_path: Path) -> None:
-    with Job(refused_in_the_first_call, 2, tmp_path) as job:
-        job.expect_end()
+    run_job(refused_in_the_first_call, 2, tmp_path)
 
 
 def refused_later(rank: int, line: Line) -> None:
@@ -64,8 +63,7 @@ def refused_later(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("argument", ["src", "group", "replicate"])
 def test_after_a_refused_call_no_rank_gets_another_step_s_batch(argument: str, tmp_path: Path) -> None:
     with Job(refused_later, 2, tmp_path) as job:
-        job.tell(0, argument)
-        job.tell(1, argument)
+        job.tell_all(argument)
         job.hear(1)
         job.tell(0)
         job.expect_end()
@@ -93,8 +91,7 @@ def refused_in_a_grid(rank: int, line: Line) -> None:
 
 
 def test_a_source_that_is_refused_on_one_rank_of_a_grid_is_known_to_all(tmp_path: Path) -> None:
-    with Job(refused_in_a_grid, 4, tmp_path) as job:
-        job.expect_end()
+    run_job(refused_in_a_grid, 4, tmp_path)
 
 
 def open_one(rank: int, kind: str, group: Any) -> Any:
@@ -118,8 +115,7 @@ def with_a_group_that_nobody_can_tell(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("wrong", ["another group", "not a member"])
 def test_a_rank_that_called_with_another_group_is_named_after_the_timeout(wrong: str, tmp_path: Path) -> None:
     with Job(with_a_group_that_nobody_can_tell, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, wrong)
+        job.tell_all(wrong)
         for _ in range(2):
             told = job.hear_all()
             if wrong == "another group":

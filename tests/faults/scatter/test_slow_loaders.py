@@ -63,8 +63,7 @@ def leaving_a_slow_loader(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_a_source_that_leaves_while_it_reads_is_named_by_all(node: int, tmp_path: Path) -> None:
     with Job(leaving_a_slow_loader, 2, tmp_path, seconds=5.0) as job:
-        job.tell(0, node)
-        job.tell(1, node)
+        job.tell_all(node)
         for _ in range(2):
             kind, text, leaver, at = job.hear(1)
             assert (kind, leaver) == ("PeerLeftLoopError", 0), text

@@ -48,8 +48,7 @@ def test_a_stopped_receiver_is_named_by_all_after_the_timeout(
     node: int, prefetch: int, tmp_path: Path
 ) -> None:
     with Job(loop_to_the_end, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (node, prefetch))
+        job.tell_all((node, prefetch))
         assert job.hear_all() == [("begun",)] * 3
         job.signal(STOPPED, signal.SIGSTOP)
         for rank in (0, 2):

@@ -135,11 +135,9 @@ def dropped(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [2, 1])
 def test_loaders_that_are_dropped_free_their_threads_and_descriptors(node: int, tmp_path: Path) -> None:
     with Job(dropped, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, node)
+        job.tell_all(node)
         assert job.hear_all() == [("done",)] * 2
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
@@ -165,9 +163,7 @@ def test_a_loader_that_is_collected_with_its_iterator_has_left_the_loop(
     prefetch: int, tmp_path: Path
 ) -> None:
     with Job(garbage, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, prefetch)
+        job.tell_all(prefetch)
         assert job.hear_all() == [("collected",), ("PeerLeftLoopError",)]
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()

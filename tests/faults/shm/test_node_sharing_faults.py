@@ -106,8 +106,7 @@ def shared_many_times(rank: int, line: Line) -> None:
 def test_a_builder_killed_at_any_moment_is_noticed_within_a_second(moment: float, tmp_path: Path) -> None:
     folder = tmp_path / "arrays"
     with Job(shared_many_times, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, str(folder))
+        job.tell_all(str(folder))
         job.hear_all()
         time.sleep(moment)
         killed = time.monotonic()
@@ -183,8 +182,7 @@ if __name__ == "__main__":
     for turn in range({turns}):
         (folder / str(turn)).mkdir()
         with Job(shared_many_times, 3, folder / str(turn)) as job:
-            for rank in range(3):
-                job.tell(rank, str(folder / "arrays"))
+            job.tell_all(str(folder / "arrays"))
             job.hear_all()
             time.sleep(chance.uniform(0, 0.5))
             for rank in range(3):

@@ -219,8 +219,7 @@ def test_a_model_on_two_ranks_computes_what_it_computes_on_one(tmp_path: Path) -
     expected = model.model.layers[0].self_attn.k_proj.weight.grad
     with Job(train, 2, tmp_path) as job:
         said = job.hear_all()
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
     losses, logits, gradients = zip(*said, strict=True)
     assert abs(sum(losses) - output.loss.item()) < 1e-5

@@ -219,6 +219,5 @@ def test_ranks_get_one_denominator_and_every_error(tmp_path: Path) -> None:
         assert ask([], [[3.0]]) == [3.0, 3.0]
         mine, other = ask([[1.0]], [[1.0], None])
         assert (mine[0], mine[2], other[0]) == ("PeerFailedError", 1, "InvalidInputError")
-        for rank in range(2):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()

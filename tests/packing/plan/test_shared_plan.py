@@ -71,8 +71,7 @@ def use_a_shared_plan(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_all_ranks_use_one_plan(world: int, tmp_path: Path) -> None:
     with Job(use_a_shared_plan, world, tmp_path) as job:
-        for rank in range(world):
-            job.tell(rank, str(tmp_path))
+        job.tell_all(str(tmp_path))
         inodes = {inode for message in job.hear_all() for inode in message}
         assert len(inodes) == 1
         for mixed in ("memory and files", "different seeds"):
@@ -107,8 +106,7 @@ def plan_contents(plan: td.PackPlan) -> list[Any]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_rank_has_the_plan_that_it_would_build_alone(name: str, tmp_path: Path) -> None:
     with Job(compare_with_an_unshared_plan, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, name)
+        job.tell_all(name)
         assert job.hear_all() == [(True,)] * 2
         job.expect_end()
 

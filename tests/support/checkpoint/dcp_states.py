@@ -198,8 +198,7 @@ def run(scenario: Any, size: int, folder: Path, *told: Any) -> list[Any]:
     """Run a scenario whose ranks meet in a folder and are told the rest; what each of them said last."""
     folder.mkdir(exist_ok=True)
     with Job(scenario, size, folder) as job:
-        for rank in range(size):
-            job.tell(rank, told)
+        job.tell_all(told)
         said = job.hear_all()
         job.expect_end()
     return said

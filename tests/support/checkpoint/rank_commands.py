@@ -171,8 +171,7 @@ def begin_and_hold(job: Job, kind: str, step: int, *, event: str = "staged") -> 
 
 def end(job: Job) -> None:
     assert each(job, "staged_bytes") == [0] * job.size
-    for rank in range(job.size):
-        job.tell(rank)
+    job.tell_all()
     job.expect_end()
 
 

@@ -189,8 +189,7 @@ def prepare(root: Path, folder: Path) -> None:
 
     root.parent.mkdir()
     with Job(train, 2, folder) as job:
-        for rank in (0, 1):
-            job.tell(rank, {"root": str(root), "steps": 3})
+        job.tell_all({"root": str(root), "steps": 3})
         job.hear_all()
         assert job.hear_all() == [("done", 3), ("done", 3)]
         job.expect_end()

@@ -24,7 +24,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -366,6 +366,11 @@ class Job:
     def tell(self, rank: int, message: Any = None) -> None:
         self._ranks[rank].connection.send(message)
 
+    def tell_all(self, message: Any = None, ranks: Iterable[int] | None = None) -> None:
+        """Tell the same to `ranks`, all by default."""
+        for rank in range(self.size) if ranks is None else ranks:
+            self.tell(rank, message)
+
     def signal(self, rank: int, number: signal.Signals) -> None:
         self._signalled.add(rank)
         send_signal(self._ranks[rank].pid, number)
@@ -406,6 +411,14 @@ class Job:
                 ended.append(process)
         for process in ended:
             process.close()
+
+
+def run_job(scenario: Scenario, size: int, folder: Path, *told: Any, **settings: Any) -> None:
+    """Run a job whose ranks are all told the same and come to the end of the scenario."""
+    with Job(scenario, size, folder, **settings) as job:
+        for message in told:
+            job.tell_all(message)
+        job.expect_end()
 
 
 def on_nodes(rank: int, size: int) -> None:

@@ -111,8 +111,7 @@ def test_the_others_do_not_wait_and_the_next_save_succeeds(
 ) -> None:
     root = path_in_memory / "root"
     with Job(saving, size, path_in_memory) as job:
-        for rank in range(size):
-            job.tell(rank, (root, trouble))
+        job.tell_all((root, trouble))
         assert job.hear_all() == [("copying",)] * size
         if trouble.startswith("Ctrl-C"):
             job.signal(size - 1, signal.SIGINT)
@@ -127,8 +126,7 @@ def test_the_others_do_not_wait_and_the_next_save_succeeds(
             assert other[2] == 1 or size > 2, other
             assert left == 0
         assert not [path.name for path in root.iterdir() if path.name != ".owner"]
-        for rank in range(size):
-            job.tell(rank)
+        job.tell_all()
         assert job.hear_all() == [("done",)] * size
         job.expect_end()
     kind = "dcp" if trouble == "Ctrl-C, dcp" else "hf"

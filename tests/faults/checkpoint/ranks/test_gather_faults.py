@@ -58,8 +58,7 @@ def test_a_rank_that_dies_is_noticed(kind: str, size: int, tmp_path: Path) -> No
     folder = tmp_path / "hf"
     folder.mkdir()
     with Job(gathering, size, tmp_path) as job:
-        for rank in range(size):
-            job.tell(rank, (kind, folder))
+        job.tell_all((kind, folder))
         assert job.hear(size - 1) == ("in the middle",)
         job.signal(size - 1, signal.SIGKILL)
         started = time.monotonic()

@@ -118,8 +118,7 @@ FINE = ("", "", None)
 def test_no_rank_waits_and_the_next_save_succeeds(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(saving, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, (root, kind))
+        job.tell_all((root, kind))
         assert each(job, "save", 0) == [FINE, FINE]
         broken = each(job, "save", 1, last="break_group")
         assert [one[0] for one in broken] == ["PeerFailedError", "MemoryError"], broken
@@ -131,8 +130,7 @@ def test_no_rank_waits_and_the_next_save_succeeds(kind: str, tmp_path: Path) -> 
         for step in (4, 5):
             assert each(job, "save", step, staging="lazy") == [FINE, FINE]
         each(job, "close")
-        for rank in (0, 1):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
     readonly = open_readonly(root)
     assert [one.step for one in readonly.list()] == [0, 2, 4, 5]
@@ -164,8 +162,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
 def test_two_checkpointers_of_a_process_connect_at_once_in_any_order(tmp_path: Path) -> None:
     with Job(making_on_two_threads, 2, tmp_path) as job:
         begun = time.monotonic()
-        for rank in (0, 1):
-            job.tell(rank, (tmp_path / "a", tmp_path / "b"))
+        job.tell_all((tmp_path / "a", tmp_path / "b"))
         assert job.hear_all() == [([FINE, FINE],)] * 2
         assert time.monotonic() - begun < NOTICED
         job.expect_end()

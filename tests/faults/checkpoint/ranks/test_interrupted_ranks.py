@@ -88,14 +88,12 @@ def test_other_ranks_get_an_error_that_names_the_interrupted_rank(
     with Job(calling, 2, tmp_path) as job:
 
         def each(call: str, step: int = 0, place: str | None = None) -> list[Any]:
-            for rank in (0, 1):
-                job.tell(rank, (call, step, place))
+            job.tell_all((call, step, place))
             said = job.hear_all()
             assert max(seconds for _, seconds in said) < NOTICED, (call, place)
             return [came for came, _ in said]
 
-        for rank in (0, 1):
-            job.tell(rank, root)
+        job.tell_all(root)
         each("open")
         for kind in ("save_hf", "save_dcp"):
             assert each(kind, 1) == [FINE, FINE]
@@ -112,8 +110,7 @@ def test_other_ranks_get_an_error_that_names_the_interrupted_rank(
         each("open")
         assert each("save_hf", 4) == [FINE, FINE]
         assert each("close") == [FINE, FINE]
-        for rank in (0, 1):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
     readonly = open_readonly(root)
     assert [(one.kind, one.step) for one in readonly.list()] == [("dcp", 1), ("hf", 1), ("hf", 4)]

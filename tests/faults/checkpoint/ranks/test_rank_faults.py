@@ -178,8 +178,7 @@ def loop_that_fails(rank: int, line: object) -> None:
 def test_an_exception_in_the_loop_of_one_rank_ends_all_and_loses_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(loop_that_fails, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, root)
+        job.tell_all(root)
         with pytest.raises(AssertionError, match="KeyError: 'the loss is no number'"):
             job.hear(1)
         with pytest.raises(AssertionError, match=r"PeerFailedError: .*rank 1"):

@@ -117,8 +117,7 @@ def breaking(rank: int, line: Line) -> None:
 
 
 def each(job: Job, *order: Any) -> list[Any]:
-    for rank in range(job.size):
-        job.tell(rank, order)
+    job.tell_all(order)
     return [said for (said,) in job.hear_all()]
 
 
@@ -173,8 +172,7 @@ def test_an_error_on_one_rank_fails_all_and_leaves_nothing(
 ) -> None:
     root = path_in_memory / "root"
     with Job(breaking, 2, path_in_memory) as job:
-        for rank in (0, 1):
-            job.tell(rank, (root,))
+        job.tell_all((root,))
         published: list[str] = []
         step = 0
         # Parts that no other rank waits for are copied from the reservation on: freed after it, they may be saved.
@@ -190,16 +188,14 @@ def test_an_error_on_one_rank_fails_all_and_leaves_nothing(
             published.append(f"{kind}-{step}")
             assert_nothing_left(job, root, published)
         each(job, "close")
-        for rank in (0, 1):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()
 
 
 def test_steps_that_ranks_do_not_agree_on_are_not_set_aside(path_in_memory: Path) -> None:
     root = path_in_memory / "root"
     with Job(breaking, 2, path_in_memory) as job:
-        for rank in (0, 1):
-            job.tell(rank, (root,))
+        job.tell_all((root,))
         for step in (1, 2, 3):
             assert save(job, 0, "dcp", step, "eager", "") == [(FINE, FINE, [])] * 2
         for rank, step in enumerate((1, 2)):
@@ -209,6 +205,5 @@ def test_steps_that_ranks_do_not_agree_on_are_not_set_aside(path_in_memory: Path
         assert each(job, "discard_after", 2) == [FINE, FINE]
         assert not (root / "dcp-3").exists() and (root / "dcp-2").exists()
         each(job, "close")
-        for rank in (0, 1):
-            job.tell(rank)
+        job.tell_all()
         job.expect_end()

@@ -51,8 +51,7 @@ def save_beside_a_rank_that_stands_still(rank: int, line: Line) -> None:
 
 def test_a_rank_that_is_stopped_while_all_plan_spoils_one_save(tmp_path: Path) -> None:
     with Job(save_beside_a_rank_that_stands_still, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, (tmp_path / "root", 3.0))
+        job.tell_all((tmp_path / "root", 3.0))
         assert job.hear(1) == ("planning",)
         job.signal(1, signal.SIGSTOP)
         ((kind, text, silent), _) = job.hear(0)
@@ -60,8 +59,7 @@ def test_a_rank_that_is_stopped_while_all_plan_spoils_one_save(tmp_path: Path) -
         job.signal(1, signal.SIGCONT)
         job.tell(1)
         assert job.hear(1)[0][0] == "VoteTimeoutError"
-        job.tell(0)
-        job.tell(1)
+        job.tell_all()
         job.expect_end()
     for number in (0, 2, 3):
         assert torch.equal(read(tmp_path / "root" / f"dcp-{number}")["w"], state_of(number)["w"])
@@ -70,8 +68,7 @@ def test_a_rank_that_is_stopped_while_all_plan_spoils_one_save(tmp_path: Path) -
 
 def test_a_rank_that_is_killed_while_all_plan_is_noticed(tmp_path: Path) -> None:
     with Job(save_beside_a_rank_that_stands_still, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, (tmp_path / "root", 60.0))
+        job.tell_all((tmp_path / "root", 60.0))
         assert job.hear(1) == ("planning",)
         time.sleep(0.5)
         job.signal(1, signal.SIGKILL)

@@ -40,8 +40,7 @@ def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
     moments = {"starting": 0, "training": 0}
     for _ in range(KILLS):
         with Job(train, 2, tmp_path) as job:
-            for rank in (0, 1):
-                job.tell(rank, {"root": str(root)})
+            job.tell_all({"root": str(root)})
             if draw.random() < 0.2:
                 moments["starting"] += 1
                 time.sleep(draw.uniform(0, STARTING))

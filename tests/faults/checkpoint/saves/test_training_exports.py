@@ -140,8 +140,7 @@ def train_and_export(rank: int, line: Line) -> None:
 @pytest.mark.parametrize(("layout", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("experts", 4)])
 def test_from_pretrained_loads_the_model_of_its_step(layout: str, size: int, tmp_path: Path) -> None:
     with Job(train_and_export, size, tmp_path) as job:
-        for rank in range(size):
-            job.tell(rank, (layout, tmp_path / "root"))
+        job.tell_all((layout, tmp_path / "root"))
         assert job.hear_all() == [(STAGINGS,)] * size
         job.expect_end()
 
