@@ -26,13 +26,12 @@ SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .NOTPARALLEL:
-.PHONY: help demo test soak mutants bench lint wheel fuzz audit tools
+.PHONY: help demo test soak bench lint wheel fuzz audit tools
 
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
 	@echo 'make test    every test, in Rust and in Python'
 	@echo 'make soak    long forms of the fault tests: kills, full disks, power cuts (hours)'
-	@echo 'make mutants insert faults into a copy of rtensor, one at a time, and check that a test fails (10 minutes)'
 	@echo 'make bench   Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs, import layers, circles of Rust modules, layout, vocabulary'
 	@echo 'make wheel   build one wheel for every Python from 3.11 on, into dist/'
@@ -60,10 +59,6 @@ soak: $(STAMPS)/with-test
 	cargo test --test power_cut --package tundish-commit $(CORE_TESTS)
 	cargo test --test task_queue_processes --test task_queue_model --package tundish-shm
 	$(BIN)/python -m pytest tests/faults
-
-mutants: $(STAMPS)/with-test
-	@cargo nextest --version >/dev/null 2>&1 || { echo 'make: cargo-nextest is missing: run `cargo install cargo-nextest --locked`' >&2; exit 1; }
-	$(BIN)/python tests/mutants.py
 
 lint: $(STAMPS)/with-lint
 	@# mypy takes as long as all other checks together, so it runs beside them. The fuzz targets are checked without

@@ -15,14 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.distributed.programs import PIPE, Program, run
+from support.distributed.programs import run, run_ranks
 from support.waiting import until
-from torch import distributed
 
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.save_job import Save
 from tundish.checkpoint.staging import Staged
-from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError, NotFoundError
+from tundish.errors import (
+    CallbackError,
+    CheckpointInUseError,
+    InvalidInputError,
+    InvalidTypeError,
+    NotFoundError,
+)
 
 TENSORS = {"w": torch.ones(1000)}
 
@@ -243,6 +248,7 @@ def test_a_save_waits_for_readers_of_the_checkpoint_it_replaces(
             held.go_on.set()
             with pytest.raises(TimeoutError):
                 save.result(1)
+            # All is written, and what is read stays.
             open_readonly(root).verify(path)
         assert save.result(60) == root / "hf-1"
         checkpointer.verify("hf-1")
@@ -251,15 +257,16 @@ def test_a_save_waits_for_readers_of_the_checkpoint_it_replaces(
 
 def test_an_endless_reader_fails_the_save_in_time(root: Path) -> None:
     held = HoldAfterWriting()
-    with Checkpointer(root, on_event=held, on_failure="raise", timeout=2) as checkpointer:
+    with Checkpointer(root, on_event=held, on_failure="raise", timeout=1) as checkpointer:
         held.go_on.set()
         checkpointer.save_hf(1, TENSORS).result(60)
         held.go_on.clear()
         save = checkpointer.save_hf(1, TENSORS, overwrite=True)
         with open_readonly(root).reading(1):
             held.go_on.set()
-            with pytest.raises(OSError, match="being read"):
+            with pytest.raises(CheckpointInUseError, match="being read"):
                 save.result(30)
+        assert [path.name for path in root.glob(".hf-*")] == []
         with pytest.raises(OSError, match="being read"):
             checkpointer.wait()
         checkpointer.save_hf(1, TENSORS, overwrite=True).result(60)
@@ -389,29 +396,9 @@ EXIT = """
 
 
 def test_an_exit_finishes_saves_though_no_thread_can_be_started(root: Path) -> None:
-    # As under torchrun, whose own process serves the store.
-    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    of_job = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    ranks = [
-        Program(
-            ["-c", textwrap.dedent(EXIT), root],
-            env={**os.environ, **of_job, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    assert not any("can't create new thread" in text for text in told), told
+    for ended in run_ranks(["-c", textwrap.dedent(EXIT), root]):
+        assert ended.returncode == 0, ended
+        assert "can't create new thread" not in ended.stderr, ended
     for kind in ("hf", "dcp"):
         assert open_readonly(root).latest(kind) == root / f"{kind}-2"  # type: ignore[arg-type]  # of two
 

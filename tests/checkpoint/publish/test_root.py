@@ -151,43 +151,6 @@ def test_a_manifest_of_something_else_is_refused(root: Root, text: str) -> None:
     save(root, "hf", 1)
 
 
-def test_a_step_is_overwritten_whole(root: Root) -> None:
-    save(root, "hf", 1, mark="old", extra={"save": 1})
-    path = save(root, "hf", 1, mark="new", overwrite=True, extra={"save": 2})
-    assert (path / "weights").read_text() == "hf 1 new"
-    assert [entry["extra"] for entry in root.list()] == [{"save": 2}]
-    assert names(root.path) == [".owner", "hf-1", "hf-latest"]
-
-
-def test_the_newest_and_those_being_read_stay(root: Root) -> None:
-    for step in (1, 2, 3):
-        save(root, "hf", step)
-    with pytest.raises(CheckpointInUseError, match="hf-3 stays: it is the newest"):
-        root.remove("hf", 3)
-    lock = _native.CheckpointReadLock(root.path / "hf-2")
-    assert lock.path == root.path / "hf-2"
-    with pytest.raises(CheckpointInUseError, match="hf-2 stays: it is being read"):
-        root.remove("hf", 2)
-    with pytest.raises(CheckpointInUseError, match="being read"):
-        root.discard_after(1)
-    assert steps(root.list()) == [("hf", 1), ("hf", 2), ("hf", 3)]
-    root.remove("hf", 1)
-    lock.close()
-    lock.close()
-    root.remove("hf", 2)
-    assert names(root.path) == [".owner", "hf-3", "hf-latest"]
-    with pytest.raises(NotFoundError, match=r"there is no checkpoint .*hf-2"):
-        root.remove("hf", 2)
-    with pytest.raises(NotFoundError):
-        _native.CheckpointReadLock(root.path / "hf-2")
-    newest = _native.CheckpointReadLock(root.path / "hf-3")
-    with pytest.raises(CheckpointInUseError, match="being read"):
-        save(root, "hf", 3, overwrite=True, mark="again")
-    newest.close()
-    root.abandon("hf", 3)
-    save(root, "hf", 3, overwrite=True, mark="again")
-
-
 def test_an_opening_removes_the_marks_of_killed_writers_and_of_no_living_one(tmp_path: Path) -> None:
     status = tmp_path.stat()
     dead, living, other = (
@@ -227,27 +190,6 @@ def test_a_reader_in_another_process_is_respected_until_it_dies(root: Root) -> N
         reader.wait()
         root.remove("hf", 1)
     assert steps(root.list()) == [("hf", 2)]
-
-
-def test_newer_checkpoints_are_set_aside_after_a_rollback(root: Root) -> None:
-    for step in (100, 200):
-        save(root, "dcp", step)
-        save(root, "hf", step)
-    (root.path / "hf-150").mkdir()
-    root.begin("hf", 300, overwrite=False)
-    with pytest.raises(CheckpointInUseError, match="being written"):
-        root.discard_after(100)
-    root.abandon("hf", 300)
-    aside = ["discarded-dcp-200", "discarded-hf-200", "discarded-hf-150"]
-    assert root.discard_after(100) == [root.path / name for name in aside]
-    assert root.discard_after(100) == []
-    assert steps(root.list()) == [("dcp", 100), ("hf", 100)]
-    assert os.readlink(root.path / "hf-latest") == "hf-100"
-    assert (root.path / "discarded-hf-200" / "weights").read_text() == "hf 200 "
-    save(root, "hf", 200, mark="again")
-    assert root.discard_after(0)[0].name == "discarded-hf-200-2"
-    assert root.list() == []
-    assert not (root.path / "hf-latest").is_symlink()
 
 
 def test_changes_by_people_are_handled(root: Root) -> None:
@@ -366,6 +308,3 @@ def test_a_root_that_is_moved_or_replaced_is_not_written_to(root: Root) -> None:
     root.path.rmdir()
     moved.rename(root.path)
     root.publish("hf", 2, manifest("hf", 2, {}), overwrite=False)
-
-
-# ---- Who owns it ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.programs import PIPE, Program
+from support.distributed.programs import run_ranks
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome, run_job
 from support.waiting import NOTICED, PATIENCE
 
@@ -415,30 +414,6 @@ for came, _ in enumerate(loader):
 
 
 def test_a_process_may_end_in_the_loop() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        Program(
-            ["-c", ENDS_IN_THE_LOOP],
-            env={
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": "2",
-            },
-            stderr=PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=60)[1] for process in ranks]
-        assert [process.returncode for process in ranks] == [0, 0], said
-        assert not any("Traceback" in text or "terminate" in text for text in said), said
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    for ended in run_ranks(["-c", ENDS_IN_THE_LOOP]):
+        assert ended.returncode == 0, ended
+        assert "Traceback" not in ended.stderr and "terminate" not in ended.stderr, ended

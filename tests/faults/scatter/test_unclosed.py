@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.programs import PIPE, Program
+from support.distributed.programs import run_ranks
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 from support.shm.private_shm import private_shm
 from support.waiting import PATIENCE
@@ -61,36 +60,10 @@ print("done")
 
 @pytest.mark.parametrize("how", ["with the group", "without the group"])
 def test_ranks_that_do_not_close_their_loaders_end_and_leave_nothing(how: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with private_shm(64 << 20) as folder:
-        ranks = [
-            Program(
-                ["-c", UNCLOSED, how],
-                env={
-                    **os.environ,
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": "2",
-                },
-                stdout=PIPE,
-                stderr=PIPE,
-            )
-            for rank in range(2)
-        ]
-        try:
-            said = [process.communicate(timeout=PATIENCE) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.communicate()
-        assert [process.returncode for process in ranks] == [0, 0], said
-        assert [out for out, _ in said] == ["done\n"] * 2
-        assert not any("Traceback" in text or "terminate" in text for _, text in said), said
+        for ended in run_ranks(["-c", UNCLOSED, how]):
+            assert (ended.returncode, ended.stdout) == (0, "done\n"), ended
+            assert "Traceback" not in ended.stderr and "terminate" not in ended.stderr, ended
         assert [path.name for path in folder.iterdir()] == []
 
 

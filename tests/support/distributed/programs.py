@@ -138,6 +138,38 @@ class Program:
         self.wait()
 
 
+def run_ranks(words: Sequence[object], size: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program as all ranks of a job on one node, as torchrun does, which serves the store; to its end."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    of_job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    ranks = [
+        Program(
+            words,
+            env={**os.environ, **of_job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=PIPE,
+            stderr=PIPE,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
+        return [
+            subprocess.CompletedProcess(rank.args, rank.wait(), out, err)
+            for rank, (out, err) in zip(ranks, said, strict=True)
+        ]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 def run(
     words: Sequence[object],
     *,

@@ -178,7 +178,7 @@ def batches_are_cleared_by_name() -> None:
     assert rtensor.storage_stats()["total_bytes"] == 0
 
 
-def the_limit_holds_for_what_is_put() -> None:
+def the_limit_holds_for_rays_store() -> None:
     rtensor.set_backend(None)
     rtensor.serve().close()
     rtensor.serve(limit_bytes=1 << 20)
@@ -199,7 +199,7 @@ def the_limit_holds_for_what_is_put() -> None:
         rtensor.serve()
 
 
-def who_waits_without_end_says_so() -> None:
+def an_infinite_timeout_is_accepted() -> None:
     for seconds in (math.inf, 1e300):
         handles = rtensor.remotize([torch.arange(3)], timeout=seconds)
         assert rtensor.localize(handles, timeout=seconds)[0].tolist() == [0, 1, 2]
@@ -232,7 +232,7 @@ def each_store_looks_at_its_own_shards_alone() -> None:
     assert rtensor.storage_stats()["num_tensors"] == len(others)
 
 
-def names_that_were_drained_and_are_given_anew_take_no_more_room() -> None:
+def names_that_are_reused_after_a_drain_take_no_more_memory() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The thread that lets go of what was drained rests.
         patch.setattr(backends, "_RELEASE_SECONDS", 60.0)
@@ -246,7 +246,7 @@ def names_that_were_drained_and_are_given_anew_take_no_more_room() -> None:
     rtensor.remove(["anew"])
 
 
-def who_left_the_cluster_starts_no_other_one() -> None:
+def a_process_that_left_the_cluster_starts_no_other_one() -> None:
     """The last of these: it leaves the cluster."""
     import ray
 
@@ -308,3 +308,19 @@ def failures_of_ray_have_the_names_of_the_guide() -> None:
             rtensor.localize(handle_of(reference), timeout=30)
         except TransferError:
             break
+
+
+TASKS = (
+    a_batch_goes_through_rays_store,
+    names_of_several_owners_are_kept_apart,
+    actors_consume_and_are_drained,
+    drained_objects_leave_rays_store,
+    batches_are_cleared_by_name,
+    the_limit_holds_for_rays_store,
+    an_interrupted_store_takes_no_memory,
+    failures_of_ray_have_the_names_of_the_guide,
+    an_infinite_timeout_is_accepted,
+    each_store_looks_at_its_own_shards_alone,
+    names_that_are_reused_after_a_drain_take_no_more_memory,
+    a_process_that_left_the_cluster_starts_no_other_one,
+)
