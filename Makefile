@@ -31,7 +31,7 @@ TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
 	@echo 'make test    every test, in Rust and in Python'
-	@echo 'make soak    long forms of the fault tests: kills, full disks, power cuts (hours)'
+	@echo 'make soak    long forms of the tests: kills, full disks, power cuts, all pairs, random cases (hours)'
 	@echo 'make bench   Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs, import layers, circles of Rust modules, layout, vocabulary'
 	@echo 'make wheel   build one wheel for every Python from 3.11 on, into dist/'
@@ -58,7 +58,7 @@ soak: export TUNDISH_SOAK := 1
 soak: $(STAMPS)/with-test
 	cargo test --test power_cut --package tundish-commit $(CORE_TESTS)
 	cargo test --test task_queue_processes --test task_queue_model --package tundish-shm
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest --maxprocesses 4 --numprocesses $(TESTS_AT_ONCE) --dist worksteal
 
 lint: $(STAMPS)/with-lint
 	@# mypy takes as long as all other checks together, so it runs beside them. The fuzz targets are checked without

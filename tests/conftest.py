@@ -29,12 +29,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import hypothesis
 import pytest
 from support.distributed import rank_processes
+from support.soak import IS_SOAK
 
 # Failing assertions there show both values.
 pytest.register_assert_rewrite("support.shm.leftovers")
 
 # No deadline: a busy machine makes single examples slow.
-hypothesis.settings.register_profile("tundish", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "tundish", deadline=None, print_blob=True, max_examples=500 if IS_SOAK else 60
+)
 hypothesis.settings.load_profile("tundish")
 
 

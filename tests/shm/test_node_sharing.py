@@ -266,9 +266,11 @@ def test_a_masked_array_is_refused_and_not_stripped_of_its_mask(is_file_backed: 
         td.shm.node_shared(masked, path=tmp_path if is_file_backed else None)
 
 
-@pytest.mark.parametrize("is_file_backed", [False, True])
 # Each spawned worker imports torch anew.
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("method", "workers", "is_file_backed"),
+    [("fork", 2, False), ("forkserver", 2, True), ("spawn", 1, False)],
+)
 def test_workers_of_a_loader_have_the_same_pages(
     method: str, workers: int, is_file_backed: bool, tmp_path: Path
 ) -> None:

@@ -7,14 +7,13 @@ import pickle
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from support.tree.comparison import assert_same
 from support.tree.structures import STRUCTURES, with_tensors
 
 import tundish as td
 
 
-@settings(max_examples=300)
 @given(STRUCTURES)
 def test_any_structure_comes_back(structure: Any) -> None:
     obj = with_tensors(structure)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tundish.checkpoint.buffers import Buffer
@@ -84,7 +84,6 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[BufferCopy, l
 @example(tensors=_around("elsewhere"), is_free=True)
 @example(tensors=_around("not chosen"), is_free=True)
 @example(tensors=_around("whole", before=64), is_free=False)
-@settings(max_examples=150)
 def test_each_tensor_is_copied_to_its_place_alone(tensors: list[Any], is_free: bool) -> None:
     block, others = block_of(tensors, is_free=is_free)
     block.buffer.bytes.fill_(1)

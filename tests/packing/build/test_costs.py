@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.packing.plans import (
     changed,
@@ -102,7 +102,6 @@ def expected_packs(case: Case) -> list[list[list[Part]]]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_agrees_with_the_definition(case: Case) -> None:
     plan = case.plan

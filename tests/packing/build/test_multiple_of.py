@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.packing.multiple import select
 from support.packing.plans import assert_written_alike, changed
@@ -73,7 +73,6 @@ def tokens_of(pack: td.packing.Pack, align: int = 1) -> int:
     return sum(-(-size // align) * align for size in sizes)
 
 
-@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_packs_are_left_out_or_repeated(case: Case) -> None:
     _, full, plan, order = case

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.packing.plans import columns_of
 from support.packing.reference_plan import hard_pack, pieces
@@ -27,7 +27,6 @@ LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 8).map(
 INTEGER_DTYPES = [np.dtype(f"{kind}{width}") for kind in "iu" for width in (1, 2, 4, 8)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_agrees_with_the_definition(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(LENGTH, max_size=50))
@@ -47,7 +46,6 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
     plan.verify(order=order)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(LENGTH, max_size=20), max_size=4),
     st.integers(1, 40),

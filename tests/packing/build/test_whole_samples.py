@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.packing.plans import columns_of
 from support.packing.whole_plan import (
@@ -84,7 +84,6 @@ def packs_of(plan: td.PackPlan, streams: int) -> list[list[list[Part]]]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_agrees_with_the_definition(case: Case) -> None:
     streams, orders, options, plan = case

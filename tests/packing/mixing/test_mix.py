@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.packing.reference_mix import reference_mix
 from support.packing.samplers import plan_of
@@ -42,7 +42,6 @@ def assert_epochs_are_permutations(mix: td.PackMix) -> None:
             assert len(epoch) < len(plan) or set(epoch.tolist()) == set(range(len(plan)))
 
 
-@settings(max_examples=60)
 @given(
     packs=st.lists(st.integers(1, 12), min_size=1, max_size=9),
     num_packs=st.integers(1, 300),
@@ -59,7 +58,6 @@ def test_every_plan_is_within_one_pack_of_its_share_after_any_number_of_packs(
     assert_epochs_are_permutations(mix)
 
 
-@settings(max_examples=150)
 @given(
     packs=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     exhausted=EXHAUSTED,

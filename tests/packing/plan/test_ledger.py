@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.packing.plans import changed
 
@@ -31,7 +31,6 @@ def counted(plan: td.PackPlan, lengths: list[list[int]]) -> tuple[int, int]:
     return packed, cut
 
 
-@settings(max_examples=120, deadline=None)
 @given(LENGTHS, st.integers(1, 12), st.booleans(), st.booleans())
 def test_hard_packing(datasets: list[list[int]], max_length: int, global_pack: bool, drop_last: bool) -> None:
     plan = td.pack_datasets(datasets, max_length, global_pack=global_pack, drop_last=drop_last, seed=1)
@@ -50,7 +49,6 @@ def test_hard_packing(datasets: list[list[int]], max_length: int, global_pack: b
     }
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     LENGTHS,
     st.integers(1, 6),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tundish as td
@@ -106,7 +106,6 @@ def test_mapped_lengths_travel_as_where_they_lie(tmp_path: Path) -> None:
     assert list(part) == list(td.pack(LENGTHS[3:900], 128))
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 40), st.booleans(), st.integers(0, 9))
 def test_stats_add_up(lengths: list[int], max_length: int, drop_last: bool, seed: int) -> None:
     plan = td.pack(lengths, max_length, seed=seed, drop_last=drop_last)
@@ -133,7 +132,6 @@ def test_stats_add_up(lengths: list[int], max_length: int, drop_last: bool, seed
     assert stats["longest"] == max((p.stop - p.start for pack in plan for p in pack.pieces), default=0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=6), st.integers(1, 40))
 def test_stats_of_datasets_are_those_of_each(datasets: list[list[int]], max_length: int) -> None:
     stats = td.pack_datasets(datasets, max_length).stats()
@@ -155,7 +153,6 @@ def test_stats_take_no_memory_for_each_pack() -> None:
     assert most < 2 * len(plan), "less than half of one column"
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.one_of(st.just(0), st.integers(0, 30)), min_size=1, max_size=40),
     st.integers(1, 40),

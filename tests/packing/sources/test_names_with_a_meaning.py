@@ -13,6 +13,7 @@ import datasets as hf
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.soak import covering
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -83,8 +84,7 @@ SOURCES: dict[str, Callable[[pa.Table, Path], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize(("source", "kind"), covering(SOURCES, WRONG))
 def test_what_is_no_mask_and_no_labels_is_refused(source: str, kind: str, tmp_path: Path) -> None:
     for name in NAMES:
         table = table_of(name, WRONG[kind]())
@@ -114,10 +114,10 @@ def test_masks_of_dictionaries_are_read_or_refused(tmp_path: Path) -> None:
         assert list(labels) == [-100, -100, 7, -100]
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(
-    "kind", [pa.bool_(), pa.int8(), pa.uint8(), pa.int16(), pa.uint32(), pa.int64(), pa.uint64()], ids=str
-)
+WHOLE = [pa.bool_(), pa.int8(), pa.uint8(), pa.int16(), pa.uint32(), pa.int64(), pa.uint64()]
+
+
+@pytest.mark.parametrize(("source", "kind"), covering(SOURCES, WHOLE), ids=str)
 def test_masks_of_booleans_and_of_integers_are_read(source: str, kind: pa.DataType, tmp_path: Path) -> None:
     for name in ("completion_mask", "assistant_masks", "loss_mask"):
         found = SOURCES[source](table_of(name, pa.array([[0, 0, 1, 0]]).cast(pa.list_(kind))), tmp_path)
@@ -125,8 +125,7 @@ def test_masks_of_booleans_and_of_integers_are_read(source: str, kind: pa.DataTy
         assert list(labels) == [-100, -100, 7, -100], name
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kind", ["null", "list of nothing"])
+@pytest.mark.parametrize(("source", "kind"), covering(SOURCES, ["null", "list of nothing"]))
 def test_a_value_that_is_null_is_none(source: str, kind: str, tmp_path: Path) -> None:
     values = pa.nulls(1) if kind == "null" else pa.array([None], pa.list_(pa.int64()))
     for name in NAMES:

@@ -12,7 +12,7 @@ import datasets as hf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.packing.streams import (
     PlainSource,
@@ -23,6 +23,7 @@ from support.packing.streams import (
     planned_items,
     stream_options,
 )
+from support.soak import covering
 from torchdata.nodes import IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -61,7 +62,6 @@ def assert_resumes(make: Callable[[], td.PackedStream], expected: list[dict[str,
     assert_same_items(list(second), expected)
 
 
-@settings(max_examples=100)
 @given(
     stream_options(),
     st.sampled_from([PlainSource, StatefulSource]),
@@ -100,10 +100,9 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("options", [ORDERED, HARD], ids=["ordered", "hard"])
-def test_sources_of_other_libraries_go_on(source: str, options: dict[str, Any]) -> None:
-    make = SOURCES[source]
+@pytest.mark.parametrize(("source", "mode"), covering(SOURCES, ["ordered", "hard"]))
+def test_sources_of_other_libraries_go_on(source: str, mode: str) -> None:
+    make, options = SOURCES[source], {"ordered": ORDERED, "hard": HARD}[mode]
     samples = [sample["input_ids"] if isinstance(sample, dict) else sample for sample in make()]
     assert len(samples) == len(LENGTHS)
     expected = planned_items(samples, options)

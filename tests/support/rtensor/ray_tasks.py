@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -58,8 +59,12 @@ def end() -> None:
     ray.shutdown()
 
 
-def consumer(ray: Any) -> Any:
-    @ray.remote(num_cpus=1)
+@functools.cache
+def consumers() -> list[Any]:
+    """Two actors, for all tests: each is a process that imports torch."""
+    import ray
+
+    @ray.remote(num_cpus=0)
     class Consumer:
         def __init__(self) -> None:
             self.addr = rtensor.serve().addr
@@ -78,7 +83,7 @@ def consumer(ray: Any) -> Any:
         def store(self, name: str, value: int) -> Any:
             return rtensor.store(name, torch.full((3,), float(value)))
 
-    return Consumer.remote()
+    return [Consumer.remote(), Consumer.remote()]
 
 
 def a_batch_goes_through_rays_store() -> None:
@@ -114,7 +119,7 @@ def a_batch_goes_through_rays_store() -> None:
 def names_of_several_owners_are_kept_apart() -> None:
     import ray
 
-    actors = [consumer(ray), consumer(ray)]
+    actors = consumers()
     handles = [ray.get(actor.store.remote("weights", place)) for place, actor in enumerate(actors)]
     buffers = [torch.zeros(3), torch.zeros(3)]
     for found in (rtensor.localize(handles, out=buffers), rtensor.localize(handles)):
@@ -125,7 +130,7 @@ def names_of_several_owners_are_kept_apart() -> None:
 def actors_consume_and_are_drained() -> None:
     import ray
 
-    actors = [consumer(ray), consumer(ray)]
+    actors = consumers()
     workers = [
         Worker(ray.get(actor.address.remote()), role)
         for actor, role in zip(actors, ("actor", "ref"), strict=True)
