@@ -159,7 +159,7 @@ def test_a_rank_that_was_killed_before_a_new_voter_meets_is_not_waited_for(host:
         job.hear_all()
         job.signal(3, signal.SIGKILL)
         assert job.exit_code(3) == -signal.SIGKILL
-        job.tell_all()
+        job.tell_all(None, (0, 1, 2))
         told = [("connecting a new voter", message) for message in job.hear_all(0, 1, 2)]
         told += [("the first one of a group", message) for message in job.hear_all(0, 1)]
         for what, (kind, text, named, seconds) in told:
