@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.packing.streams import (
     PlainSource,
@@ -28,7 +28,6 @@ def twice(piece: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.arange(len(piece["input_ids"])) * 2
 
 
-@settings(max_examples=200)
 @given(
     stream_options(),
     st.sampled_from(["arrays", "lists", "rows"]),
