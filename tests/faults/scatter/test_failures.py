@@ -268,25 +268,6 @@ def test_ctrl_c_ends_the_wait_of_a_source_and_all_ranks_hear_who_closed_the_scat
         job.expect_end()
 
 
-def silent_source(rank: int, line: Line) -> None:
-    a_step(rank, 0)
-    if rank == 1:
-        kind, text, _ = outcome(lambda: td.scatter_batch(None))
-        assert kind == "TimedOutError" and "rank 0 did not come within 2 s" in text, text
-        line.say("gave up")
-    else:
-        line.hear()
-        a_step(0, 1)
-    a_step(rank, 2)
-
-
-def test_a_source_that_does_not_come_is_named_after_the_timeout_of_the_group(tmp_path: Path) -> None:
-    with Job(silent_source, 2, tmp_path, seconds=2.0) as job:
-        assert job.hear(1) == ("gave up",)
-        job.tell(0)
-        job.expect_end()
-
-
 def slow_receiver(rank: int, line: Line) -> None:
     a_step(rank, 0)
     if rank == 0:

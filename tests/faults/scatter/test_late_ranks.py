@@ -125,7 +125,7 @@ def test_a_late_receiver_gets_the_steps_before_the_source_was_interrupted(tmp_pa
 
 
 def silent_source(rank: int, line: Line) -> None:
-    on_nodes(rank, 1)
+    on_nodes(rank, line.hear())
     a_step(rank, 0)
     if rank == 1:
         for _ in range(2):
@@ -139,8 +139,10 @@ def silent_source(rank: int, line: Line) -> None:
     a_step(rank, 3)
 
 
-def test_a_source_of_another_node_may_come_after_the_timeout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", [2, 1])
+def test_a_source_is_named_after_the_timeout_and_may_come_then(node: int, tmp_path: Path) -> None:
     with Job(silent_source, 2, tmp_path, seconds=2.0) as job:
+        job.tell_all(node)
         assert job.hear(1) == ("gave up",)
         job.tell(0)
         job.expect_end()
