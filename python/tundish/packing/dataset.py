@@ -256,7 +256,7 @@ def _readers_of_mix(
         readers += given._readers
     first = readers[0].samples
     for number, reader in enumerate(readers):
-        if (reader.samples.columns, reader.samples.sample_columns) != (first.columns, first.sample_columns):
+        if reader.samples.form() != first.form():
             raise InvalidInputError(
                 f"datasets[{number}] has other columns or sample_columns than datasets[0]: a batch has packs of both, "
                 "so give both the same"

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -145,6 +146,10 @@ class SampleReader:
         self._named = (*self.columns, *self.sample_columns)
         self._known = {"input_ids", "labels", *MASK_KEYS, *CONSTANT_KEYS, *IGNORED_KEYS, *self._named}
         self._schemas: dict[tuple[Hashable, ...], _Schema] = {}
+
+    def form(self) -> str:
+        """The columns and their padding values as JSON, in which 0, 0.0 and False differ, and NaN equals itself."""
+        return json.dumps([self.columns, self.sample_columns], sort_keys=True)
 
     def check_keys(self, keys: Sequence[str], dataset: int) -> None:
         """Check the keys of all rows of a dataset that tells them.

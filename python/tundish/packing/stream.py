@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import json
@@ -18,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -146,6 +146,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         # The iteration that was begun last.
         self._iteration: _Iteration | None = None
         self._is_begun = False
+        # The state before the first sample of a source that is an iterator: it goes on where it is.
+        self._first: Any = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterate over the packs: from the state that was loaded, once; else from the beginning of the source."""
@@ -164,6 +166,9 @@ class PackedStream(IterableDataset[dict[str, Any]]):
                 f"the state was taken {_place(start.worker)}, and it is loaded {_place(worker)}: with workers, save "
                 "and load the state of a torchdata StatefulDataLoader with as many workers"
             )
+        self._keep_first_state()
+        if start.source.state is None:
+            start = start._replace(source=start.source._replace(state=self._first))
         self._is_begun, self._loaded = True, None
         self._iteration = _Iteration(self, start)
         return self._iteration.items()
@@ -187,6 +192,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         epoch = as_integer(epoch, "epoch", 0, 2**63 - 1)
         if callable(method := getattr(self.samples, "set_epoch", None)):
             method(epoch)
+            self._first = None
         if self._loaded is not None and self._loaded.epoch not in (None, epoch):
             self._loaded = None
 
@@ -197,13 +203,18 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         `load_state_dict`, else the number of samples that it gave. With workers each worker
         has a state, which torchdata's `StatefulDataLoader` collects.
 
-        After an error, the state leads to the sample that was refused, or the pack whose `positions` could not be made:
-        a resume after the cure lacks nothing. The source may then be read again from its newest state on that this
-        method returned before, or from the beginning.
+        Packs that a loader fetched count as given out. So take the state after each step: after an error it also counts
+        the packs of a batch that a `DataLoader` did not finish, which a resume would leave out.
+
+        After an error in a loop over the stream itself, the state leads to the sample that was refused, or the pack
+        whose `positions` could not be made: a resume after the cure lacks nothing. The source may then be read again
+        from its newest state on that this method returned before, or from the beginning.
+
+        Keep it in `rank_extra` of `save_dcp`: each rank has its own, and its structure changes as the source goes on.
 
         Returns:
-            A dict of numbers, strings and tensors, and what the source's state and `sample_columns` hold. It has about
-            as many bytes as the open packs.
+            A dict of numbers and strings, and what the source's state and `sample_columns` hold. It has about 4/3 of
+            the bytes of the open packs.
 
         Example:
             >>> import tundish as td
@@ -245,10 +256,16 @@ class PackedStream(IterableDataset[dict[str, Any]]):
                 f"the state holds that of a source, and the source of this stream is {format_type(self.samples)} "
                 "without load_state_dict: give the source that the state was taken of"
             )
+        self._keep_first_state()
         # Datasets of Hugging Face go on from a state only in its epoch.
         if loaded.epoch not in (None, epoch_of(self.samples)):
             self.set_epoch(loaded.epoch)
         self._loaded, self._iteration = loaded, None
+
+    def _keep_first_state(self) -> None:
+        source: Any = self.samples
+        if self._first is None and isinstance(source, Iterator) and is_stateful(source):
+            self._first = copy.deepcopy(source.state_dict())
 
     @property
     def _distributed(self) -> Any:
@@ -394,7 +411,7 @@ class _State(NamedTuple):
             "source_samples": self.source.state_samples,
             "packs": self.given,
             "pieces_of_open_packs": [len(pack) for pack in self.packs],
-            "pieces": _as_tensors(pieces, reader.columns, reader.sample_columns),
+            "pieces": _as_text(pieces, reader.columns, reader.sample_columns),
         }
 
     @classmethod
@@ -408,7 +425,7 @@ class _State(NamedTuple):
         try:
             _check_options(state["options"], _options_dict(options, reader))
             worker = state["worker"]
-            pieces = _as_pieces(state["pieces"])
+            pieces = _as_pieces(state["pieces"], reader.columns)
             packs, first = [], 0
             for count in state["pieces_of_open_packs"]:
                 packs.append(pieces[first : first + count])
@@ -444,61 +461,65 @@ def _options_dict(options: dict[str, Any], reader: SampleReader) -> dict[str, An
 
 def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in own.items():
-        if saved[name] != value:
+        # As JSON, 0, 0.0 and False differ, and NaN equals itself: a padding value says which dtype its column has.
+        if json.dumps(saved[name], sort_keys=True) != json.dumps(value, sort_keys=True):
             raise StateMismatchError(
                 f"the state is of a stream with {name}={saved[name]!r}, and this one has {name}={value!r}: make the "
                 "stream with the same options"
             )
 
 
-def _as_tensors(
+def _as_text(
     pieces: Sequence[Sample], columns: Mapping[str, Padding], values: Sequence[str]
 ) -> dict[str, Any]:
-    """The pieces as a few tensors, whatever their number is, and lists of the `values` that samples have once."""
+    """The pieces as numbers and text, which JSON has, and lists of the `values` that samples have once.
 
-    def tensor(arrays: Sequence[NDArray[Any]], dtype: type[np.generic] = np.int64) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate((np.empty(0, dtype), *arrays), dtype=dtype))
+    Tensors would not do: `save_dcp` loads a tensor only into one of the same shape.
+    """
+
+    def text(arrays: Sequence[NDArray[Any]], dtype: type[np.generic] = np.int64) -> str:
+        joined = np.concatenate((np.empty(0, dtype), *arrays), dtype=dtype)
+        return base64.b64encode(joined.data).decode()
 
     has_labels = any(piece.labels is not piece.tokens for piece in pieces)
     extras = [piece.extras for piece in pieces if piece.extras is not None]
     return {
-        "samples": torch.tensor([piece.number for piece in pieces], dtype=torch.int64),
-        "lengths": torch.tensor([len(piece.tokens) for piece in pieces], dtype=torch.int64),
-        "input_ids": tensor([piece.tokens for piece in pieces]),
-        "labels": tensor([piece.labels for piece in pieces]) if has_labels else None,
+        "samples": [piece.number for piece in pieces],
+        "lengths": [len(piece.tokens) for piece in pieces],
+        "input_ids": text([piece.tokens for piece in pieces]),
+        "labels": text([piece.labels for piece in pieces]) if has_labels else None,
         "columns": {
-            key: tensor([extra.columns[key] for extra in extras], dtype_of(padding))
+            key: text([extra.columns[key] for extra in extras], dtype_of(padding))
             for key, padding in columns.items()
         },
         "values": {key: [extra.values[key] for extra in extras] for key in values},
     }
 
 
-def _as_pieces(state: Mapping[str, Any]) -> list[Sample]:
-    """The pieces that `_as_tensors` made tensors of.
+def _as_pieces(state: Mapping[str, Any], columns: Mapping[str, Padding]) -> list[Sample]:
+    """The pieces that `_as_text` made text of.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: They do not fit together.
+        KeyError, IndexError, TypeError, ValueError, AttributeError: They do not fit together.
     """
-    lengths = state["lengths"].tolist()
+    numbers, lengths = ([operator.index(number) for number in state[name]] for name in ("samples", "lengths"))
     bounds = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
 
-    def parts(tensor: torch.Tensor) -> list[NDArray[Any]]:
-        array = tensor.numpy()
+    def parts(text: str, dtype: type[np.generic] = np.int64) -> list[NDArray[Any]]:
+        array = np.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype)
         if array.shape != (sum(lengths),):
             raise ValueError(f"{array.shape[0]} entries for {sum(lengths)} tokens")
-        # Copies, because the state is the caller's.
-        return [array[start:stop].copy() for start, stop in bounds]
+        return [array[start:stop] for start, stop in bounds]
 
     tokens = parts(state["input_ids"])
     labels = tokens if state["labels"] is None else parts(state["labels"])
-    columns = {key: parts(tensor) for key, tensor in state["columns"].items()}
+    carried = {key: parts(state["columns"][key], dtype_of(padding)) for key, padding in columns.items()}
     values = state["values"]
     pieces = []
-    for place, number in enumerate(state["samples"].tolist()):
+    for place, number in enumerate(numbers):
         extras = None
-        if columns or values:
-            own = {key: arrays[place] for key, arrays in columns.items()}
+        if carried or values:
+            own = {key: arrays[place] for key, arrays in carried.items()}
             extras = Extras({}, {}, own, {key: listed[place] for key, listed in values.items()})
         pieces.append(Sample(tokens[place], labels[place], 0, number, extras))
     if len(pieces) != len(lengths):

@@ -89,8 +89,10 @@ def test_options_hold_for_all_plans() -> None:
         InvalidInputError, match=r"datasets\[0\] is a PackedDataset, which has options of its own"
     ):
         td.PackedDataset(parts, mix, mask_first_token=True)
-    with pytest.raises(InvalidInputError, match=r"datasets\[1\] has other columns"):
-        td.PackedDataset([parts[0], td.PackedDataset(CHAT, plans[1])], mix)
+    # A padding value says which dtype its column has.
+    for columns in (None, {"w": 0}, {"w": False}):
+        with pytest.raises(InvalidInputError, match=r"datasets\[1\] has other columns"):
+            td.PackedDataset([parts[0], td.PackedDataset(weighted[1], plans[1], columns=columns)], mix)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,39 @@ def test_a_column_of_numbers_that_begins_late_is_refused(
     path = write(tmp_path / "a.jsonl", [{"input_ids": [1]}, {"input_ids": [2], "weight": [0.5]}])
     samples = td.packing.open_samples(path)
     with pytest.raises(
-        InvalidInputError, match=r"weight of sample 1 of .*a\.jsonl is a list of numbers.* columns="
+        InvalidInputError, match=r"weight of sample 1 of .*a\.jsonl is a list with numbers.* columns="
     ):
         samples[1]
     assert td.packing.open_samples(path, columns=[])[1].keys() == {"input_ids"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"w": [None, 0.5]}, {"w": [0.1, 0.9]}],
+        [{"w": "n/a"}, {"w": [0.1, 0.9]}],
+        [{"w": 0}, {"w": [0.1, 0.9]}],
+        [{"w": [None, None]}, {"w": [None, 0.5]}],
+        [{"w": ["n/a", 0.5]}, {"w": [0.5, "n/a"]}],
+        [{"w": {}}, {"w": [0.1, 0.9]}],
+    ],
+)
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_column_with_numbers_anywhere_is_read_or_refused(
+    rows: list[dict[str, Any]], files: int, tmp_path: Path
+) -> None:
+    lines = [{"input_ids": [5, 6]} | row for row in rows]
+    if files == 1:
+        source: Any = write(tmp_path / "a.jsonl", [*lines])
+    else:
+        source = [write(tmp_path / f"{number}.jsonl", [line]) for number, line in enumerate(lines)]
+    samples = td.packing.open_samples(source)
+    for number, row in enumerate(rows):
+        holds_numbers = isinstance(row["w"], list) and any(
+            isinstance(entry, int | float) for entry in row["w"]
+        )
+        try:
+            found = "w" in samples[number]
+        except InvalidInputError:
+            found = True
+        assert found or not holds_numbers

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets as hf
@@ -108,6 +109,31 @@ def test_sources_of_other_libraries_go_on(source: str, mode: str) -> None:
     expected = planned_items(samples, options)
     for taken in range(0, len(expected) + 1, 5):
         assert_resumes(lambda: td.PackedStream(make(), **options), expected, taken)
+
+
+def test_a_checkpoint_keeps_it_for_each_rank_and_for_all(tmp_path: Path) -> None:
+    samples = draw_samples(LENGTHS, "rows")
+
+    def make() -> td.PackedStream:
+        return td.PackedStream(StatefulSource(samples), **ORDERED, **carried("rows"))
+
+    stream = make()
+    iterator = iter(stream)
+    for _ in range(7):
+        next(iterator)
+    state = stream.state_dict()
+    with td.Checkpointer(tmp_path) as checkpointer:
+        # A DispatchLoader over a stream has its state for all ranks.
+        checkpointer.save_dcp(
+            7, {"weight": torch.zeros(1)}, extra={"stream": state}, rank_extra={"stream": state}
+        )
+        checkpointer.wait()
+        extra, rank_extras = checkpointer.load_dcp({})
+    expected = list(iterator)
+    for found in (extra, rank_extras[0]):
+        resumed = make()
+        resumed.load_state_dict(found["stream"])
+        assert_same_items(list(resumed), expected)
 
 
 @pytest.mark.parametrize("source", [PlainSource, StatefulSource])
@@ -263,8 +289,8 @@ def some_state() -> dict[str, Any]:
         (lambda state: state | {"pieces_of_open_packs": [1]}, "1 open packs of 1 pieces"),
         (lambda state: state | {"pieces_of_open_packs": [0, *state["pieces_of_open_packs"]]}, r"pieces of \[\] tokens"),
         (lambda state: state | {"source_samples": state["samples"] + 1}, "ValueError: .* in the source's state"),
-        (lambda state: state | {"pieces": state["pieces"] | {"labels": torch.zeros(1)}}, "1 entries for"),
-        (lambda state: state | {"pieces": state["pieces"] | {"lengths": torch.zeros(1)}}, "cut or edited"),
+        (lambda state: state | {"pieces": state["pieces"] | {"labels": "AAAAAAAAAAA="}}, "1 entries for"),
+        (lambda state: state | {"pieces": state["pieces"] | {"lengths": [1.0]}}, "cut or edited"),
     ],
 )  # fmt: skip
 def test_a_damaged_state_is_refused_and_changes_nothing(change: Callable[[Any], Any], says: str) -> None:
@@ -278,7 +304,9 @@ def test_a_damaged_state_is_refused_and_changes_nothing(change: Callable[[Any], 
 @pytest.mark.parametrize(
     ("option", "value"),
     [("mode", "sequential"), ("max_length", 17), ("window", 4), ("overlong", "drop"), ("columns", None),
-     ("align", 2), ("max_samples", 9), ("sample_columns", None)],
+     ("align", 2), ("max_samples", 9), ("sample_columns", None),
+     ("columns", {"weight": 0, "kind": -1}), ("columns", {"weight": 0.0, "kind": -1.0}),
+     ("columns", {"weight": False, "kind": -1}), ("columns", {"weight": -0.0, "kind": -1})],
 )  # fmt: skip
 def test_the_state_of_a_stream_with_other_options_is_refused(option: str, value: Any) -> None:
     options = ORDERED | carried("rows") | {option: value}
@@ -289,6 +317,19 @@ def test_the_state_of_a_stream_with_other_options_is_refused(option: str, value:
         StateMismatchError, match=f"the state is of a stream with {option}=.* this one has {option}="
     ):
         stream.load_state_dict(some_state())
+
+
+def test_a_state_with_a_padding_value_that_is_no_number_goes_on() -> None:
+    rows = [{"input_ids": [1, 2], "weight": [0.5, number]} for number in range(4)]
+
+    def make() -> td.PackedStream:
+        return td.PackedStream(rows, 4, columns={"weight": float("nan")})
+
+    first, second = make(), make()
+    iterator = iter(first)
+    next(iterator)
+    second.load_state_dict(saved(first.state_dict()))
+    assert [item["weight"].tolist() for item in second] == [item["weight"].tolist() for item in iterator]
 
 
 def test_a_source_with_fewer_samples_than_the_state_says_is_refused() -> None:
@@ -361,9 +402,50 @@ def packs_until_an_error(
     return found, None
 
 
+class IteratorCurable(Curable):
+    """The same as an iterator, which goes on where it is."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._samples):
+            raise StopIteration
+        sample = self._samples[self._next]
+        self._next += 1
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+def test_an_iterator_with_a_state_begins_anew() -> None:
+    samples = draw_samples(LENGTHS, "lists")
+    expected = planned_items(samples, ORDERED)
+    stream = td.PackedStream(IteratorCurable(samples, 0, None, True), **ORDERED)
+    first = stream.state_dict()
+    for _ in range(2):
+        assert_same_items(list(stream), expected)
+    for taken in (0, 4):
+        stream.load_state_dict(first)
+        iterator = iter(stream)
+        assert_same_items([next(iterator) for _ in range(taken)], expected[:taken])
+    stream.load_state_dict(first)
+    assert_same_items(list(stream), expected)
+
+
 @pytest.mark.parametrize("sick", SICK)
 @pytest.mark.parametrize("mode", ["ordered", "sequential", "hard"])
-@pytest.mark.parametrize("source", [Curable, PlainCurable])
+@pytest.mark.parametrize("source", [Curable, PlainCurable, IteratorCurable])
 def test_the_state_after_an_error_lacks_nothing(source: type[Curable], mode: str, sick: str) -> None:
     if mode == "hard" and sick == "a sample that is too long":
         return
@@ -382,8 +464,10 @@ def test_the_state_after_an_error_lacks_nothing(source: type[Curable], mode: str
             # The sickness that lasts is met again.
             again = td.PackedStream(source(samples, number, SICK[sick], False), **options)
             again.load_state_dict(state)
-            assert packs_until_an_error(again, set())[0] == []
-            assert saved(again.state_dict())["samples"] == number
+            for _ in range(2):
+                assert packs_until_an_error(again, set())[0] == []
+                assert saved(again.state_dict())["samples"] == number
+                again.load_state_dict(again.state_dict())
             for taken in (state, saved(again.state_dict())):
                 cured = td.PackedStream(source(samples, number, None, True), **options)
                 cured.load_state_dict(taken)

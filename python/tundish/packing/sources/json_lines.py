@@ -46,8 +46,8 @@ class JsonLinesFiles(NamedTuple):
 class JsonLinesSamples(SampleRows):
     """Lines as samples. A sample has its tokens as `input_ids`, and either `columns`, or labels, masks and numbers.
 
-    Whether another key holds lists of numbers is what its first value says that is not empty, in the first lines of the
-    first file. So each line is read in the same way, also those where the list is empty.
+    Another key is read if a list in the first lines of the first file has a number there. So each line is read in the
+    same way, also those where the list is empty. A list with a number under a key that is not read is refused.
     """
 
     def __init__(self, paths: Sequence[Path], tokens: str, columns: Sequence[str] | None) -> None:
@@ -56,7 +56,7 @@ class JsonLinesSamples(SampleRows):
         self._columns = columns
         self._starts = [_line_starts(path) for path in paths]
         self._ends = list(itertools.accumulate(map(len, self._starts)))
-        self._hold_numbers = _keys_of_first_lines(paths[0]) if columns is None else {}
+        self._number_keys = _number_keys(paths[0]) if columns is None else set()
         self._files: dict[int, mmap.mmap] = {}
         self._kept: Kept[dict[str, Any]] = Kept()
 
@@ -99,13 +99,14 @@ class JsonLinesSamples(SampleRows):
     def _is_read(self, key: str, value: Any, where: str) -> bool:
         if key in MEANINGFUL_KEYS:
             return True
-        holds_numbers = self._hold_numbers.get(key)
-        if holds_numbers is None and _is_number_list(value) and key not in (self._tokens, INPUT_IDS):
+        if key in self._number_keys:
+            return True
+        if key not in (self._tokens, INPUT_IDS) and _has_number(value):
             raise InvalidInputError(
-                f"{key} of {where} is a list of numbers, and the first lines of {self._paths[0]} have none: name the "
+                f"{key} of {where} is a list with numbers, and the first lines of {self._paths[0]} have none: name the "
                 "columns to read with columns="
             )
-        return bool(holds_numbers)
+        return False
 
     def _mapped(self, place: int) -> mmap.mmap:
         if place not in self._files:
@@ -157,9 +158,9 @@ def _line_starts(path: Path) -> array[int]:
     return starts
 
 
-def _keys_of_first_lines(path: Path) -> dict[str, bool]:
-    """Whether each key holds lists of numbers, by its first value that is not empty."""
-    found: dict[str, bool] = {}
+def _number_keys(path: Path) -> set[str]:
+    """The keys that have a list with a number in one of the first lines."""
+    found: set[str] = set()
     with open_regular_file(path, _KIND) as file:
         for content in filter(None, map(_content, file.readlines(_READ_BYTES))):
             try:
@@ -167,9 +168,8 @@ def _keys_of_first_lines(path: Path) -> dict[str, bool]:
             except (ValueError, RecursionError):
                 # Reading the sample says what is wrong with it.
                 continue
-            for key, value in sample.items() if isinstance(sample, dict) else ():
-                if value not in (None, []):
-                    found.setdefault(key, _is_number_list(value))
+            if isinstance(sample, dict):
+                found.update(key for key, value in sample.items() if key not in found and _has_number(value))
     return found
 
 
@@ -198,5 +198,5 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return sample
 
 
-def _is_number_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
+def _has_number(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(entry, int | float) for entry in value)
