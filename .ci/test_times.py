@@ -5,7 +5,7 @@ it too. A promise of time gets ten times its room, or the test looks at what was
 comment `# time: …`, at the end of the assertion or on the line before it, or at the definition of the limit.
 
 An assertion is found by `<` or `<=` with a time on the smaller side: an expression with a clock of `time` in it, or a
-name like `seconds`, `took`, `elapsed` or `failed_at`, or one that was assigned from such an expression.
+name like `seconds`, `took`, `waits` or `failed_at`, or one that was assigned from such an expression.
 
 Run: python .ci/test_times.py [--list] [FOLDER OF TESTS]
 """
@@ -28,7 +28,7 @@ CLOCKS = {
     "thread_time",
     "time_ns",
 }
-TIME_NAMES = re.compile(r"(^|_)(at|duration|elapsed|seconds|took|latency)$")
+TIME_NAMES = re.compile(r"(^|_)(at|duration|elapsed|seconds|took|latency|waits)$")
 REASON = re.compile(r"#.*\btime: (\S.*)")
 
 
