@@ -1,4 +1,4 @@
-"""`td.pack` and `td.pack_datasets` against their definition, for every kind of input."""
+"""`td.pack` and `td.pack_datasets` against their definition, for every kind of input, and what they refuse."""
 
 from __future__ import annotations
 
@@ -283,32 +283,9 @@ def test_short_last_pack() -> None:
     assert td.pack([3], 5, drop_last=False)[0].pieces == [td.Piece(0, 0, 3)]
 
 
-def test_values_beyond_32_bits(tmp_path: Path) -> None:
-    lengths = np.array([2**40, 5, 2**33 + 7])
-    plan = td.pack(lengths, 2**39, order=[2, 0, 1], drop_last=False)
-    assert columns_of(plan) == hard_pack([lengths.tolist()], [[2, 0, 1]], 2**39, drop_last=False)
-    assert plan.end_offset.dtype == np.int64
-    assert plan.indices.dtype == np.int32
-    direct = td.pack(lengths, 2**39, order=[2, 0, 1], drop_last=False, out=tmp_path / "plan")
-    for name in plan.arrays():
-        assert getattr(direct, name).dtype == getattr(plan, name).dtype, name
-        assert np.array_equal(getattr(direct, name), getattr(plan, name)), name
-
-
 def test_a_plan_larger_than_memory_is_refused_before_any_work() -> None:
     with pytest.raises(InvalidInputError, match="out="):
         td.pack([2**62], 1)
-
-
-def test_threads_change_nothing() -> None:
-    random = np.random.default_rng(0)
-    lengths = random.integers(0, 3000, 400_000)
-    order = random.permutation(len(lengths))
-    one = td.pack(lengths, 1000, order=order, threads=1)
-    for threads in (2, 3, 7):
-        many = td.pack(lengths, 1000, order=order, threads=threads)
-        assert many.fingerprint == one.fingerprint
-        assert all(np.array_equal(getattr(many, name), getattr(one, name)) for name in one.arrays())
 
 
 def test_fingerprint_tells_inputs_apart() -> None:
@@ -363,3 +340,50 @@ def test_a_column_of_a_dataset_is_read_at_once(form: str | None, monkeypatch: py
     assert columns_of(td.pack(rows["length"], 8)) == columns_of(td.pack(lengths, 8))
     both = td.pack_datasets([rows["length"], rows["length"]], 8)
     assert columns_of(both) == columns_of(td.pack_datasets([lengths, lengths], 8))
+
+
+def make_table() -> Any:
+    return hf.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "length": [2, 2]})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: "data.parquet", r"is a str: .*; td\.packing\.lengths\('data\.parquet'\) reads them"),
+        (lambda: Path("lengths.npy"), r"is a Posix\w+: .*; td\.packing\.lengths\('lengths\.npy'\) reads them"),
+        (make_table, r"is a Dataset, which holds samples: .*; td\.packing\.lengths\(dataset\) reads them"),
+        (lambda: make_table().to_iterable_dataset(), r"is an IterableDataset, .*; td\.packing\.lengths\(dataset\)"),
+        (lambda: hf.DatasetDict(train=make_table()), r"is a DatasetDict, .*; td\.packing\.lengths\(dataset\)"),
+        (lambda: [{"input_ids": [1, 2]}], r"\[0\] is a dict: .*; td\.packing\.lengths\(samples\)"),
+        (lambda: [[1, 2], [3]], r"\[0\] is a list: .*; td\.packing\.lengths\(samples\)"),
+        (lambda: make_table()["input_ids"], r"has the shape \(2, 2\): give one .*; td\.packing\.lengths\(samples\)"),
+        (lambda: [[1, 2], [3, 4]], r"has the shape \(2, 2\): give one .*; td\.packing\.lengths\(samples\)"),
+        (lambda: torch.ones(2, 3, dtype=torch.int64), r"has the shape .*; td\.packing\.lengths\(samples\)"),
+        (lambda: np.array(3), r"has the shape \(\): give one dimension$"),
+        (lambda: ["a"], r"\[0\] is a str: give one integer$"),
+    ],
+)  # fmt: skip
+def test_what_holds_samples_is_no_array_of_lengths(make: Any, says: str) -> None:
+    refused = (InvalidTypeError, InvalidInputError)
+    with pytest.raises(refused, match=f"^lengths ?{says}"):
+        td.pack(make(), 8)
+    with pytest.raises(refused, match=rf"^lengths\[1\] ?{says}"):
+        td.pack_datasets([[1, 2], make()], 8)
+
+
+@pytest.mark.parametrize("flat", [[5, 6], np.array([5, 6]), torch.tensor([5, 6])])
+def test_several_datasets_are_no_single_list(flat: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^lengths\[0\] is a number: .* \[lengths\] for one dataset"):
+        td.pack_datasets(flat, 8)
+
+
+def test_an_order_is_not_read_from_samples() -> None:
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"^order is a str: give an array or a sequence of integers, one a sample$",
+    ):
+        td.pack([1, 2], 2, order="order.npy")
+
+
+def test_the_lengths_of_a_dataset_are_planned() -> None:
+    assert td.pack(make_table()["length"], 4).num_tokens == 4

@@ -183,16 +183,6 @@ def test_best_fit_takes_samples_of_one_length_in_the_order() -> None:
     assert sorted([piece.sample for piece in pack.pieces][::-1] for pack in backwards) == pairs
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_fill_and_lengths_do_not_follow_the_number_of_the_pack(seed: int | None) -> None:
-    plan = td.pack(LENGTHS, 4096, mode="best_fit", overlong="split", seed=seed)
-    longest = plan.longest.astype(float)
-    numbers = np.arange(len(plan))
-    assert abs(np.corrcoef(numbers, longest)[0, 1]) < 0.1
-    pieces = np.diff(plan.indices_cu_len, prepend=0)
-    assert abs(np.corrcoef(numbers, pieces)[0, 1]) < 0.1
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlong", ["split", "drop"])
 def test_any_dtype_and_any_number_of_threads_give_the_same_files(
@@ -292,10 +282,3 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
     if "order" not in arguments:
         with pytest.raises(error, match=says):
             td.pack_datasets([[5, 3], [8]], **{"max_length": 8, **arguments})
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", [[5, -1], [2**62, 2**62], [5.5]])
-def test_bad_lengths_are_refused(mode: str, lengths: list[Any]) -> None:
-    with pytest.raises((InvalidInputError, InvalidTypeError), match=r"negative|add up|lengths\[0\]"):
-        td.pack(lengths, 8, mode=mode, overlong="drop")

@@ -1,7 +1,8 @@
-"""`PackedCollator` against transformers: its own collator, and models on packs and on pieces apart."""
+"""`PackedCollator` against transformers' own collator: batches, padding and attention masks."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from support.packing.samples import pieces_of
 from support.packing.small_llama import k_gradient, loss_apart, small_llama
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
 
 VOCABULARY = 120
 
@@ -248,3 +250,238 @@ def test_what_is_no_batch_of_packs_is_refused() -> None:
         td.PackedCollator()([good, {"input_ids": torch.zeros(1), "labels": torch.zeros(1)}])
     with pytest.raises(InvalidTypeError, match="return_seq_idx must be True or False"):
         td.PackedCollator(return_seq_idx=1)  # type: ignore[arg-type]
+
+
+def weighted_dataset(align: int = 1) -> td.PackedDataset:
+    draws = np.random.default_rng(0)
+    lengths = draws.integers(1, 30, 40)
+    rows = [
+        {"input_ids": draws.integers(1, VOCABULARY, length), "weight": draws.random(length)}
+        for length in lengths
+    ]
+    plan = td.pack(lengths, 64, mode="sequential", align=align)
+    return td.PackedDataset(rows, plan, columns={"weight": 2.5})
+
+
+@pytest.mark.parametrize(("packs", "align"), [([0], 1), ([1, 2, 3], 1), ([1, 2], 8)])
+@pytest.mark.parametrize("options", [{"pad_to": 192}, {"pad_to_multiple_of": 256}, {"pad_to_multiple_of": 7}])
+def test_padding_is_one_more_piece(packs: list[int], align: int, options: dict[str, int]) -> None:
+    items = weighted_dataset(align).__getitems__(packs)
+    tokens = sum(len(item["input_ids"]) for item in items)
+    row = options.get("pad_to") or -(-tokens // options["pad_to_multiple_of"]) * options["pad_to_multiple_of"]
+    padding = {"input_ids": [59] * (row - tokens), "labels": [-100] * (row - tokens)}
+    more = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+    # A piece without tokens is none.
+    expected = DataCollatorWithFlattening(return_tensors="pt", **more)([*pieces_of(items), padding])
+    batch = td.PackedCollator(**options, **more, pad_token_id=59)(items)
+    weight = batch.pop("weight")
+    assert set(batch) == set(expected)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert batch[key].dtype == value.dtype
+            assert torch.equal(batch[key], value), key
+        else:
+            assert batch[key] == value, key
+    assert weight.shape == (1, row) and weight.dtype == torch.float32
+    assert torch.equal(weight[0, :tokens], torch.cat([item["weight"] for item in items]))
+    assert (weight[0, tokens:] == 2.5).all()
+
+
+def test_every_batch_of_an_epoch_has_the_same_shapes() -> None:
+    dataset = weighted_dataset()
+    sampler = td.PackedBatchSampler(dataset.plan, 2, rank=0, world_size=1, drop_last=True, seed=0)
+    most = max(len(pack.pieces) for pack in dataset.plan)
+    collate = td.PackedCollator(
+        pad_to=128, pad_pieces_to=2 * most + 1, return_flash_attn_kwargs=True, return_seq_idx=True
+    )
+    plain = td.PackedCollator(return_flash_attn_kwargs=True)
+    loader: Any = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    batches = list(loader)
+    shapes = {tuple((key, np.shape(value)) for key, value in batch.items()) for batch in batches}
+    assert len(batches) == len(sampler) > 3 and len(shapes) == 1
+    for batch, packs in zip(batches, sampler, strict=True):
+        own = plain(dataset.__getitems__(packs))["cu_seq_lens_q"].tolist()
+        bounds = batch["cu_seq_lens_q"]
+        assert bounds.shape == (2 * most + 2,) and bounds.dtype == torch.int32
+        assert bounds.tolist() == own + [128] * (len(bounds) - len(own))
+        assert torch.equal(bounds, batch["cu_seq_lens_k"])
+        assert batch["max_length_q"] == batch["max_length_k"] == 128
+
+
+@pytest.mark.parametrize("align", [1, 8])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_does_not_change_the_loss(attention: str, align: int) -> None:
+    model = small_llama(VOCABULARY, attention)
+    items = weighted_dataset(align).__getitems__([1, 2])
+    apart = loss_apart(model, items).item()
+    for options in ({}, {"pad_to": 200}, {"pad_to_multiple_of": 64}):
+        batch = td.PackedCollator(**options)(items)
+        del batch["weight"]
+        loss = model(**batch, use_cache=False).loss
+        assert abs(loss.item() - apart) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"pad_to": 0}, InvalidInputError, "pad_to is 0; it must be in 1"),
+        ({"pad_to": 2**31}, InvalidInputError, "pad_to is 2147483648"),
+        ({"pad_to": 64.0}, InvalidTypeError, "pad_to must be an integer"),
+        ({"pad_to_multiple_of": True}, InvalidTypeError, "pad_to_multiple_of must be an integer"),
+        ({"pad_to": 64, "pad_to_multiple_of": 8}, InvalidInputError, "exclude each other"),
+        ({"pad_pieces_to": 8, "pad_to": 64}, InvalidInputError, "return_flash_attn_kwargs=True"),
+        ({"pad_pieces_to": 8, "return_flash_attn_kwargs": True}, InvalidInputError, "give pad_to"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        td.PackedCollator(**options)
+
+
+def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
+    items = td.PackedDataset(
+        [[1] * 7, [2] * 9, [3] * 2], td.pack([7, 9, 2], 9, mode="sequential")
+    ).__getitems__([0, 1, 2])
+    with pytest.raises(
+        InvalidInputError, match="18 tokens, and pad_to is 17; its longest pack, item 1, has 9"
+    ):
+        td.PackedCollator(pad_to=17)(items)
+    exact = td.PackedCollator(pad_to=18, pad_pieces_to=3, return_flash_attn_kwargs=True)(items)
+    assert exact["cu_seq_lens_q"].tolist() == [0, 7, 16, 18]
+    with pytest.raises(
+        InvalidInputError, match=r"4 pieces with its padding, and pad_pieces_to is 3: .* max_samples"
+    ):
+        td.PackedCollator(pad_to=19, pad_pieces_to=3, return_flash_attn_kwargs=True)(items)
+
+
+def make_items(lengths: list[int], max_length: int) -> list[dict[str, Any]]:
+    draws = np.random.default_rng(0)
+    samples = [draws.integers(0, VOCABULARY, length) for length in lengths]
+    plan = td.pack(lengths, max_length, mode="sequential")
+    return list(td.PackedDataset(samples, plan))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("pad_to", [None, 80])
+def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
+    attention: str, pad_to: int | None
+) -> None:
+    items = make_items([9, 20, 1, 2, 17, 14], 32)
+    model = small_llama(VOCABULARY, attention)
+    apart = loss_apart(model, items)
+    expected = k_gradient(model, apart)
+    batch = td.PackedCollator(attention="mask", pad_to=pad_to)(items)
+    with_positions = model(**batch, use_cache=False).loss
+    # Rotary positions count relative to each other, so that only the mask tells pieces apart. The cache is on.
+    del batch["position_ids"]
+    packed = model(**batch).loss
+    assert abs(with_positions.item() - apart.item()) < 1e-5
+    assert abs(packed.item() - apart.item()) < 1e-5
+    torch.testing.assert_close(k_gradient(model, packed), expected, rtol=1e-4, atol=1e-6)
+    # Without it, the comparison above fails.
+    del batch["attention_mask"]
+    assert abs(model(**batch).loss.item() - apart.item()) > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_mask_fits_weights_of_half_precision(attention: str) -> None:
+    items = make_items([9, 20, 3], 32)
+    model = small_llama(VOCABULARY, attention)
+    apart = loss_apart(model, items).item()
+    loss = model.bfloat16()(**td.PackedCollator(attention="mask")(items)).loss
+    assert abs(loss.item() - apart) < 0.05
+
+
+# FlexAttention has no backward on the CPU.
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_keeps_pieces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It takes ten seconds to compile it for the CPU.
+    def unfused(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
+        return flex_attention(query, key, value, **options)
+
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", unfused)
+    items = make_items([90, 200, 1, 30, 17, 14], 300)
+    model = small_llama(VOCABULARY, "flex_attention")
+    apart = loss_apart(small_llama(VOCABULARY, "sdpa"), items)
+    batch = td.PackedCollator(attention="flex")(items)
+    assert batch["document_ids"].dtype == torch.int32
+    del batch["position_ids"]
+    assert abs(model(**batch).loss.item() - apart.item()) < 1e-5
+    tokens = batch["input_ids"].shape[1]
+    batch["attention_mask"] = create_block_mask(
+        lambda b, h, query, key: query >= key, 1, None, tokens, tokens, device="cpu"
+    )
+    assert abs(model(**batch).loss.item() - apart.item()) > 1e-2
+
+
+def blocks_of(counts: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
+    return [set(row[:count].tolist()) for count, row in zip(counts[0, 0], indices[0, 0], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_length"),
+    [
+        ([90, 200, 1, 30, 17, 14], 300),
+        ([128, 128, 256, 512], 1024),
+        ([1000], 1024),
+        ([5], 8),
+        ([129, 127, 400, 1, 1, 1, 385], 1024),
+        ([64] * 16, 512),
+    ],
+)
+def test_the_blocks_are_those_that_comparing_all_tokens_gives(lengths: list[int], max_length: int) -> None:
+    batch = td.PackedCollator(attention="flex", return_seq_idx=True)(make_items(lengths, max_length))
+    mask, ids = batch["attention_mask"], batch["document_ids"][0]
+    assert torch.equal(batch["document_ids"], batch["seq_idx"])
+    tokens = len(ids)
+    for moved in (
+        mask,
+        mask.to("cpu"),
+        mask.to(torch.device("cpu"), non_blocking=True),
+        pickle.loads(pickle.dumps(mask)),
+    ):
+
+        def seen(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return (query >= key) & (ids[query] == ids[key])
+
+        own = create_block_mask(seen, 1, None, tokens, tokens, device="cpu")
+        assert moved.shape == own.shape == (1, 1, tokens, tokens)
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            names = f"{kind}_num_blocks", f"{kind}_indices"
+            found, expected = (blocks_of(*(getattr(one, name) for name in names)) for one in (moved, own))
+            assert found == expected, kind
+        place = torch.arange(tokens)
+        zero = torch.zeros((), dtype=torch.int64)
+        assert torch.equal(
+            moved.mask_mod(zero, zero, place[:, None], place), seen(zero, zero, place[:, None], place)
+        )
+    # The other kind of mask says the same.
+    added = td.PackedCollator(attention="mask")(make_items(lengths, max_length))["attention_mask"]
+    assert torch.equal(added[0, 0] == 0, seen(zero, zero, place[:, None], place))
+
+
+def test_masks_come_from_the_workers_of_a_data_loader() -> None:
+    items: Any = make_items([90, 200, 1], 300)
+    for attention in ("mask", "flex"):
+        collate = td.PackedCollator(attention=attention)  # type: ignore[arg-type]
+        (batch,) = DataLoader(items, batch_size=2, collate_fn=collate, num_workers=1)
+        mask, expected = batch["attention_mask"], collate(items)["attention_mask"]
+        if attention == "mask":
+            assert torch.equal(mask, expected)
+        else:
+            assert torch.equal(mask.to_dense(), expected.to_dense())
+
+
+def test_the_move_of_a_block_mask_takes_its_document_ids_along() -> None:
+    mask = td.PackedCollator(attention="flex")(make_items([90, 200], 300))["attention_mask"]
+    moved = mask.to("meta")
+    assert moved.kv_indices.device.type == moved.document_ids.device.type == "meta"
+    place = torch.arange(290, device="meta")
+    assert moved.mask_mod(None, None, place[:, None], place).device.type == "meta"
+
+
+@pytest.mark.parametrize("attention", ["flash", None, True, 0])
+def test_another_kind_of_attention_is_refused(attention: Any) -> None:
+    with pytest.raises(TundishError, match=r"attention .* one of 'none', 'mask', 'flex'"):
+        td.PackedCollator(attention=attention)
