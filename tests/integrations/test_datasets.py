@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from support.integrations.tiny_models import draw_chats, llama
+from support.integrations.tiny_models import draw_chats
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
 
 import tundish as td
 from tundish.errors import InvalidInputError
@@ -269,29 +268,3 @@ def test_refused(changed: dict[str, Any], error: type[Exception], message: str) 
 def test_a_column_length_that_is_out_of_date_is_not_used() -> None:
     packs = td.hf.pack_dataset(CHATS.add_column("length", [1] * len(CHATS)), 64)
     assert packs[:]["seq_lengths"] == td.hf.pack_dataset(CHATS, 64)[:]["seq_lengths"]
-
-
-def trainer(folder: Path, steps: int, packs: Dataset) -> Trainer:
-    arguments = TrainingArguments(
-        str(folder),
-        max_steps=steps,
-        save_steps=2,
-        per_device_train_batch_size=2,
-        remove_unused_columns=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        lr_scheduler_type="constant",
-    )
-    return Trainer(llama(), arguments, train_dataset=packs, data_collator=td.PackedCollator())
-
-
-def test_a_trainer_resumes(tmp_path: Path) -> None:
-    packs = td.hf.pack_dataset(CHATS, 64, seed=1)
-    whole, broken = (trainer(tmp_path / str(steps), steps, packs) for steps in (6, 2))
-    whole.train()
-    broken.train()
-    resumed = trainer(tmp_path / "2", 6, td.hf.pack_dataset(CHATS, 64, seed=1))
-    resumed.train(resume_from_checkpoint=True)
-    for name, weight in whole.model.state_dict().items():
-        assert torch.equal(weight, resumed.model.state_dict()[name]), name

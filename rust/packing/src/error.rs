@@ -57,8 +57,8 @@ pub enum PackError {
     },
     /// Samples longer than a pack, where they are refused.
     #[error(
-        "{}sample {sample} of dataset {dataset} has {length} tokens, longer than max_length={max_length}: pass overlong='split' to cut such samples into parts, overlong='truncate' to keep their first {max_length} tokens, or overlong='drop' to leave them out",
-        if *count == 1 { String::new() } else { format!("{count} samples are too long, of which the longest, ") }
+        "{}: pass overlong='split' to cut such samples into parts, overlong='truncate' to keep their first {max_length} tokens, or overlong='drop' to leave them out",
+        too_long(*count, *dataset, *sample, *length, *max_length)
     )]
     Overlong {
         /// How many there are.
@@ -179,4 +179,16 @@ pub enum PackError {
     /// The caller's `Progress` asked to stop.
     #[error("interrupted")]
     Interrupted,
+}
+
+fn too_long(count: u64, dataset: usize, sample: usize, length: u64, max_length: u64) -> String {
+    if count == 1 {
+        return format!(
+            "sample {sample} of dataset {dataset} has {length} tokens, longer than max_length={max_length}"
+        );
+    }
+    format!(
+        "{count} samples are longer than max_length={max_length}; the longest, sample {sample} of dataset {dataset}, has \
+         {length} tokens"
+    )
 }

@@ -1,9 +1,12 @@
-//! Splits the samples of one training step.
+//! Splits the samples of one training step, and draws orders of samples.
 
 use numpy::{PyArray1, PyUntypedArray};
 use pyo3::prelude::*;
 use tundish_packing::balance::{self, Cost};
+use tundish_packing::plan::Column;
+use tundish_packing::shuffle::RandomState;
 
+use super::as_numpy;
 use super::integer_array::IntegerArray;
 use crate::long_work::enter;
 
@@ -47,6 +50,27 @@ pub(crate) fn micro_batches<'py>(
     let groups =
         enter(py, None, move |signals| Ok(balance::micro_batches(lengths.view(), max_tokens, count, signals)?))?;
     Ok(as_arrays(py, groups))
+}
+
+/// The order that numpy's `RandomState(seed).shuffle(arange(samples))` gives, or, with an epoch, that of
+/// `RandomState([seed, epoch])`.
+#[pyfunction]
+#[pyo3(signature = (samples, seed, epoch=None, progress=None))]
+pub(crate) fn shuffled_indices<'py>(
+    py: Python<'py>,
+    samples: usize,
+    seed: u32,
+    epoch: Option<u32>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let column = enter(py, progress, move |signals| {
+        let mut random = match epoch {
+            None => RandomState::new(seed),
+            Some(epoch) => RandomState::of_words(&[seed, epoch]),
+        };
+        Ok(Column::shuffled(&mut random, samples, signals)?)
+    })?;
+    Ok(as_numpy(py, column))
 }
 
 fn as_arrays(py: Python<'_>, groups: Vec<Vec<i64>>) -> Groups<'_> {

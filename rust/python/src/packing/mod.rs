@@ -7,15 +7,13 @@ mod mapped_array;
 mod mix;
 mod packer;
 mod plan;
-mod shuffle;
 mod stream_packer;
 
-pub(crate) use balance::{balanced_parts, micro_batches};
+pub(crate) use balance::{balanced_parts, micro_batches, shuffled_indices};
 pub(crate) use integer_list::integers_of_list;
 pub(crate) use mix::mix_packs;
 pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};
 pub(crate) use plan::{PackLookup, PlanChecks, open_plan};
-pub(crate) use shuffle::shuffled_indices;
 pub(crate) use stream_packer::StreamPacker;
 
 use numpy::PyArray1;
