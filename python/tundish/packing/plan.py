@@ -586,19 +586,10 @@ class PackPlan:
             lengths = self._lengths
         single = len(self.num_samples) == 1
         arrays = as_length_arrays(lengths, single=single)
-        self._check_sample_counts(arrays)
         given = None if order is None else as_integer_array(order, "order")
         costed = None if costs is None else as_length_arrays(costs, single=single, name="costs")
-        try:
-            with ProgressLine("plan", progress) as line:
-                self._reader.verify(self._metadata_json, arrays, given, costed, threads, line.callback)
-        except PlanMismatchError as error:
-            if "an order was given" in str(error) or "costs were given" in str(error):
-                raise
-            raise PlanMismatchError(
-                f"{error}; either these are not the lengths and the order that the plan was made from, or the plan is "
-                "damaged: pass those of the plan, or make it anew"
-            ) from None
+        with ProgressLine("plan", progress) as line:
+            self._reader.verify(self._metadata_json, arrays, given, costed, threads, line.callback)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.

@@ -14,7 +14,7 @@ use crate::ordered_samples::{OrderedSamples, SampleLengths, SampleOrder, WINDOW,
 use crate::packer::unchecked_fingerprint;
 use crate::plan::{Field, OrderKind, PlanCounts, PlanMetadata, PlanView};
 use crate::progress::Progress;
-use crate::request::{Overlong, Packing, Remainder};
+use crate::request::{Overlong, PackRequest, Packing, Remainder};
 
 /// Check `plan` and `metadata` against `lengths`, one column a dataset, and against the order and the costs, where they
 /// were given.
@@ -32,18 +32,34 @@ pub fn verify(
     threads: Option<u64>,
     progress: &mut dyn Progress,
 ) -> Result<(), PackError> {
+    let order = order_source(metadata, order)?;
+    check_costs_given(metadata, costs)?;
+    let request = PackRequest { threads, ..metadata.request(lengths, order, costs) };
+    check(plan, metadata, request, progress).map_err(|error| match error {
+        PackError::Mismatch(reason) => PackError::Mismatch(format!(
+            "{reason}; either these are not the lengths and the order that the plan was made from, or the plan is \
+             damaged: pass those of the plan, or make it anew"
+        )),
+        error => error,
+    })
+}
+
+/// Check a plan against the request that it was made from.
+fn check(
+    plan: &PlanView<'_>,
+    metadata: &PlanMetadata,
+    request: PackRequest<'_>,
+    progress: &mut dyn Progress,
+) -> Result<(), PackError> {
     let packing = metadata
         .packing()
         .map_err(|error| PackError::Mismatch(format!("{METADATA_FILE} contradicts itself: {error}")))?;
     plan.check_all(progress)?;
-    check_shape(plan, metadata, lengths)?;
-    let order = order_source(metadata, order)?;
-    check_costs_given(metadata, costs)?;
-    let mut request = metadata.request(lengths, order, costs);
-    request.threads = threads;
+    check_shape(plan, metadata, &request.lengths)?;
+    let streams = SampleLengths::streams(&request.lengths, metadata.global_pack);
+    let costs = request.costs.as_ref().map(|costs| SampleLengths::streams(costs, metadata.global_pack));
+    let order = request.order;
     let fingerprint = unchecked_fingerprint(request, progress)?.to_string();
-    let streams = SampleLengths::streams(lengths, metadata.global_pack);
-    let costs = costs.map(|costs| SampleLengths::streams(costs, metadata.global_pack));
     let mut walk = Walk::new(plan, metadata, packing, costs);
     for stream in &streams {
         let order = match order {
