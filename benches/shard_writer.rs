@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use tundish_commit::ShardWriter;
 use tundish_commit::staging::FileImage;
-use tundish_commit::{ShardWriter, WriterOptions};
 
 const PARENT: &str = env!("CARGO_TARGET_TMPDIR");
 
@@ -37,8 +37,7 @@ fn image(size: usize) -> Arc<FileImage> {
 fn save(folder: &Path, image: &Arc<FileImage>, names: &[String], checksum: bool) {
     let size = image.size() / names.len();
     let files: Vec<_> = names.iter().map(|name| (name.as_str(), size as u64)).collect();
-    let options = WriterOptions { checksum, writers_per_node: 1 };
-    let writer = ShardWriter::create(folder, &files, options, &mut || ControlFlow::Continue(())).expect("a writer");
+    let writer = ShardWriter::create(folder, &files, checksum, &mut || ControlFlow::Continue(())).expect("a writer");
     for (number, name) in names.iter().enumerate() {
         writer.write(name, 0, image, number * size, size).expect("a file to write to");
     }

@@ -20,7 +20,6 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
         {"best": 2},
         "keep_tagged is {'best': 1} on rank 0 and {'best': 2} on rank 1",
     ),
-    "writers_per_node": (1, 2, "writers_per_node is 1 on rank 0 and 2 on rank 1"),
     "staging_limit_bytes": (1 << 20, None, "staging_limit_bytes is 1048576 on rank 0 and None on rank 1"),
     "checksum": ("crc64", None, "checksum is 'crc64' on rank 0 and None on rank 1"),
     "timeout": (50, 60, "timeout is 50.0 on rank 0 and 60.0 on rank 1"),

@@ -334,12 +334,6 @@ def test_a_root_without_a_name_is_refused(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("writers", [2.5, "2", True])
-def test_numbers_of_writers_are_whole(root: Path, writers: Any) -> None:
-    with pytest.raises(InvalidInputError, match="writers_per_node"):
-        Checkpointer(root, writers_per_node=writers)
-
-
 def test_nothing_is_protected_after_the_close(root: Path) -> None:
     with Checkpointer(root, on_failure="raise") as checkpointer:
         checkpointer.save_hf(1, TENSORS)

@@ -196,10 +196,8 @@ def refuse_flock() -> None:
 
 def test_loading_works_without_file_locks(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
-    status = (tmp_path / "root").stat()
     done = run(["-c", LOCKLESS, tmp_path / "root", Path(__file__).parent])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [3, 2, 2, "dcp-3"]
     assert f"the file system of {tmp_path / 'root'} has no locks" in done.stderr
     assert "cannot be loaded" not in done.stderr
-    assert not list(Path("/dev/shm").glob(f"tundish-writer-*-{status.st_dev:x}-{status.st_ino:x}-*"))

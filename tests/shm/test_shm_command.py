@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -42,7 +41,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_a_folder_without_segments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "ls") == {"segments": [], "failed": []}
-    nothing = {"removed": [], "live": [], "failed": [], "writer_slots": []}
+    nothing = {"removed": [], "live": [], "failed": []}
     assert answer(capsys, "sweep") == {"dry_run": False, **nothing}
     for words, line in ((["ls"], "no named segments\n"), (["sweep"], "nothing to remove\n")):
         assert cli.main(["shm", *words]) == 0
@@ -71,18 +70,7 @@ def test_living_and_dead(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert answer(capsys, "sweep")["removed"] == []
 
 
-def test_marks_of_killed_checkpoint_writers_go_and_those_of_living_ones_stay(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    living, dead = (folder / f"tundish-writer-{os.geteuid()}-1-2-{slot}" for slot in (0, 1))
-    with living.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        dead.touch()
-        assert answer(capsys, "sweep", "--dry-run")["writer_slots"] == [str(dead)]
-        assert dead.exists()
-        assert answer(capsys, "sweep")["writer_slots"] == [str(dead)]
-        assert [path.name for path in folder.iterdir()] == [living.name]
-    assert sweep().writer_slots == (living,)
+def test_a_dry_run_is_asked_for_by_a_bool() -> None:
     with pytest.raises(InvalidTypeError, match="dry_run must be"):
         sweep("x")  # type: ignore[arg-type]
 

@@ -55,7 +55,6 @@ class Checkpointer(ReadonlyRoot):
         on_failure: what to do when a save fails in the background. "terminate" ends this process, so that a launcher
             restarts the job from the last good checkpoint. "raise" raises at the next call. A function gets the
             error. The save's future has the error in any case.
-        writers_per_node: how many processes of a node write at once. None: `TUNDISH_WRITERS_PER_NODE`, else 1.
         staging_limit_bytes: host memory of each rank for staging, the same on all ranks. A save waits until earlier
             saves leave enough of it; a save that is larger than the limit is refused. None sets no limit.
         checksum: "crc64" records CRC-64/NVME of every file. With None nobody can tell later whether a byte changed.
@@ -92,7 +91,6 @@ class Checkpointer(ReadonlyRoot):
         keep: Callable[[Checkpoint], bool] | None = None,
         keep_tagged: Mapping[str, int] | None = None,
         on_failure: OnFailure = "terminate",
-        writers_per_node: int | None = None,
         staging_limit_bytes: int | None = None,
         checksum: str | None = "crc64",
         timeout: float = 7200.0,
@@ -115,7 +113,6 @@ class Checkpointer(ReadonlyRoot):
                 keep_tagged={} if keep_tagged is None else keep_tagged,
             ),
             on_failure=on_failure,
-            writers_per_node=writers_per_node,
             staging_limit_bytes=staging_limit_bytes,
             checksum=checksum,
             on_published=on_published,

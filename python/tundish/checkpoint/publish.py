@@ -60,7 +60,6 @@ class Finalizer:
         root: where it is published.
         writable: the root with its retention, on the group's first rank; None on the others.
         world_size: number of ranks in the group.
-        writers_per_node: how many processes of a node write at once.
         checksum: whether checksums are recorded.
         notify: called with an event's name, the kind and the step.
         on_published: functions that are called with the published path.
@@ -71,7 +70,6 @@ class Finalizer:
     root: Root
     writable: WritableRoot | None
     world_size: int
-    writers_per_node: int
     checksum: bool
     notify: Callable[[str, str, int], None]
     on_published: Sequence[Callable[[Path], Any]]
@@ -188,7 +186,6 @@ class Finalizer:
         try:
             options = WriteOptions(
                 checksum=self.checksum,
-                writers_per_node=self.writers_per_node,
                 set_progress=job.save._set_progress,
             )
             own = staged.write(self.root.draft(job.name), options)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, runtime_c
 import numpy as np
 
 from tundish import _native
-from tundish._native import FileImage, FileMetadata
+from tundish._native import FileMetadata
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
 
 _logger = logging.getLogger("tundish.checkpoint")
@@ -86,8 +86,8 @@ class Room(NamedTuple):
     files: int
 
 
-# Bytes of a file: its image, or the places in the file and the memory that lies there.
-Contents = FileImage | Sequence[tuple[int, Any]]
+# The bytes of a file: memory, anything with a buffer, and the place in the file of each part.
+Contents = Sequence[tuple[int, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,10 @@ class WriteOptions:
 
     Attributes:
         checksum: whether checksums are computed while writing.
-        writers_per_node: how many processes of this node may write at once.
         set_progress: takes a function that returns how many bytes are written so far.
     """
 
     checksum: bool = True
-    writers_per_node: int = 1
     set_progress: Callable[[Callable[[], int]], None] = lambda _: None
 
 
@@ -112,7 +110,7 @@ class Draft(Protocol):
         """Write files and block until they are durable.
 
         Args:
-            files: name, size in bytes and contents of each. Contents in pieces must cover the whole file.
+            files: name, size in bytes and contents of each, which cover the whole file.
             options: of the save; progress is reported through them.
         """
 
@@ -272,9 +270,6 @@ class DiskRoot:
         self._single: dict[str, _native.AtomicFolder] = {}
         # The objects of this process that have it open.
         self._holders = 1
-        if owns:
-            # Lock files of writers that were killed; they are empty.
-            _native.sweep_writer_slots(path)
 
     @property
     def recovered(self) -> dict[str, Any]:
@@ -479,17 +474,12 @@ class DiskDraft:
             self.folder,
             [(name, size) for name, size, _ in files],
             checksum=options.checksum,
-            writers_per_node=options.writers_per_node,
         )
         options.set_progress(lambda: writer.progress()[0])
         try:
-            for name, size, contents in files:
-                if isinstance(contents, FileImage):
-                    writer.write(name, 0, contents, 0, size)
-                else:
-                    for offset, memory in contents:
-                        view = memoryview(memory).cast("B")
-                        writer.write(name, offset, view, 0, len(view))
+            for name, _, contents in files:
+                for offset, memory in contents:
+                    writer.write(name, offset, memory)
             return writer.finish()
         except BaseException:
             # A writer that is not stopped would go on writing into a folder that its save has given up.

@@ -207,7 +207,6 @@ def open_session(
     timeout: Any,
     make_retention: Callable[[], Retention],
     on_failure: OnFailure,
-    writers_per_node: Any,
     staging_limit_bytes: Any,
     checksum: Any,
     on_published: Sequence[Callable[[Path], Any]],
@@ -229,7 +228,6 @@ def open_session(
             retention = make_retention()
             budget = StagingBudget(staging_limit_bytes)
             failure = FailurePolicy(on_failure, member.rank)
-            writers = _writers_per_node(writers_per_node)
             _check_functions(on_event, on_published)
             if checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {checksum!r}: give 'crc64' or None")
@@ -241,8 +239,6 @@ def open_session(
             "keep_every": retention.keep_every,
             "keep": None if retention.keep is None else "a function",
             "keep_tagged": dict(sorted(retention.keep_tagged.items())),
-            # Not the environment variable: nodes may be of different sizes.
-            "writers_per_node": writers_per_node,
             "staging_limit_bytes": budget.limit,
             "checksum": checksum,
             "timeout": seconds,
@@ -261,7 +257,6 @@ def open_session(
                 root=opened,
                 writable=writable,
                 world_size=world_size,
-                writers_per_node=writers,
                 checksum=checksum is not None,
                 notify=_safe_notifier(on_event),
                 on_published=tuple(on_published),
@@ -344,20 +339,6 @@ def _check_functions(on_event: Any, on_published: Any) -> None:
         raise InvalidTypeError(f"on_event is {on_event!r}: give a function of an event, a kind and a step")
     if not isinstance(on_published, Sequence) or not all(map(callable, on_published)):
         raise InvalidTypeError(f"on_published is {on_published!r}: give a list of functions of a path")
-
-
-def _writers_per_node(given: Any) -> int:
-    text = os.environ.get("TUNDISH_WRITERS_PER_NODE", "1") if given is None else given
-    where = "TUNDISH_WRITERS_PER_NODE" if given is None else "writers_per_node"
-    try:
-        if isinstance(text, bool) or (given is not None and not isinstance(given, int)):
-            raise ValueError
-        count = int(text)
-        if count < 1:
-            raise ValueError
-    except ValueError:
-        raise InvalidInputError(f"{where} is {text!r}: give a whole number of at least 1") from None
-    return count
 
 
 def _safe_notifier(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:

@@ -94,7 +94,7 @@ class Staged:
         # Without a name: a later error would keep the images alive.
         written = draft.write(
             [
-                (file.name, file.size, buffer.image)
+                (file.name, file.size, [(0, buffer.image)])
                 for file, buffer in zip(self._plan.files, self._buffers, strict=False)
             ],
             options,

@@ -66,14 +66,12 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     report = sweep(dry_run=options.dry_run)
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {segment.name}: {readable('bytes', segment.size)}" for segment in report.removed]
-    lines += [f"{verb} {path}: the slot file of a killed checkpoint writer" for path in report.writer_slots]
     return {
         "json": {
             "dry_run": options.dry_run,
             "removed": [_described(segment, "dead") for segment in report.removed],
             "live": [_described(segment, "held") for segment in report.live],
             "failed": list(report.failed),
-            "writer_slots": [str(path) for path in report.writer_slots],
         },
         "text": "\n".join(lines) or "nothing to remove",
         "problems": [f"not swept: {reason}" for reason in report.failed],

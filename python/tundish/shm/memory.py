@@ -79,12 +79,10 @@ class SweepReport:
     live: tuple[NamedSegment, ...]
     #: One error message for each segment that could not be examined or removed. The next sweep tries again.
     failed: tuple[str, ...]
-    #: Empty files of killed checkpoint writers: removed, or in a dry run only found.
-    writer_slots: tuple[Path, ...]
 
 
 def sweep(dry_run: bool = False) -> SweepReport:
-    """Remove what killed processes of this user left in `/dev/shm`: named segments, and files of checkpoint writers.
+    """Remove what killed processes of this user left in `/dev/shm`: named segments.
 
     A process that makes its first named segment sweeps too. Any number of processes may sweep, make and attach segments
     at the same time.
@@ -111,5 +109,4 @@ def sweep(dry_run: bool = False) -> SweepReport:
         removed=tuple(NamedSegment(**segment) for segment in found["dead"]),
         live=tuple(NamedSegment(**segment) for segment in found["live"]),
         failed=tuple(found["failed"]),
-        writer_slots=tuple(_native.sweep_writer_slots(dry_run=dry_run)),
     )

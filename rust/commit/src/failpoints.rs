@@ -9,6 +9,7 @@
 //! : `fail-after N ERRNO`: call number N is made, and its outcome is replaced by the error number.
 //! : `panic N`: the thread that makes call number N panics instead.
 //! : `short N BYTES`: call number N, where it is a write, stops soon after that many bytes and returns that number.
+//! : `slow MILLISECONDS`: every call takes that much longer.
 //!
 //! `TUNDISH_FAILPOINT_OF`
 //! : `operation TAB path`: only such calls are numbered, so that a number means the same call whatever other threads do.
@@ -23,6 +24,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::{Signal, getpid, kill_process};
@@ -35,6 +37,7 @@ enum Fault {
     FailAfter(usize, Errno),
     Panic(usize),
     Short(usize, usize),
+    Slow(Duration),
 }
 
 struct Setting {
@@ -82,6 +85,10 @@ pub(crate) fn around<T>(
         Fault::Fail(at, errno) if at == number => Err(errno),
         Fault::FailAfter(at, errno) if at == number => system_call().and(Err(errno)),
         Fault::Panic(at) if at == number => panic!("told to at call {number}"),
+        Fault::Slow(time) if is_numbered => {
+            std::thread::sleep(time);
+            system_call()
+        }
         _ => system_call(),
     };
     if let Some(mut trace) = setting.trace.as_ref() {
@@ -141,6 +148,7 @@ fn parse(text: &str) -> Option<Fault> {
     match kind {
         "kill" => Some(Fault::Kill(number)),
         "panic" => Some(Fault::Panic(number)),
+        "slow" => Some(Fault::Slow(Duration::from_millis(number as u64))),
         "short" => Some(Fault::Short(number, words.next()?.parse().ok()?)),
         "fail" => Some(Fault::Fail(number, errno(words.next())?)),
         "fail-after" => Some(Fault::FailAfter(number, errno(words.next())?)),

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::RealDisk;
 use crate::checksum::Checksum;
-use crate::disk::{self, Disk, FileStat, LockMode, LockOutcome};
+use crate::disk::{self, Disk, LockMode, LockOutcome};
 use crate::error::CommitError;
 use crate::manifest::FileMetadata;
 use crate::open_folder::OpenFolder;
@@ -18,8 +18,6 @@ use crate::{hidden_names, manifest};
 
 /// Open folders, each after its parent.
 pub(crate) struct FolderTree<D: Disk> {
-    /// The parent of the first folder.
-    parent: FileStat,
     /// With the name of each relative to the first, which is empty for that itself.
     folders: Vec<(String, OpenFolder<D>)>,
 }
@@ -58,7 +56,7 @@ impl<D: Disk> FolderTree<D> {
         if disk.lock_folder(&first.folder, LockMode::Shared, folder)? == LockOutcome::HeldByAnother {
             return Err(CommitError::ParentMissing { path: folder.to_path_buf() });
         }
-        let mut tree = FolderTree { parent: parent.stat()?, folders: vec![(String::new(), first)] };
+        let mut tree = FolderTree { folders: vec![(String::new(), first)] };
         let tree_files = names.map(|name| tree.add_file(name)).collect::<Result<_, _>>()?;
         Ok((tree, tree_files))
     }
@@ -89,11 +87,6 @@ impl<D: Disk> FolderTree<D> {
     /// The first folder.
     pub(crate) fn top(&self) -> &OpenFolder<D> {
         &self.folders[0].1
-    }
-
-    /// The status of the first folder's parent.
-    pub(crate) fn parent(&self) -> &FileStat {
-        &self.parent
     }
 
     /// The path of the first folder.

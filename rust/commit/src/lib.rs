@@ -49,7 +49,6 @@ pub mod root;
 mod shard_writer;
 pub mod staging;
 mod work_queue;
-mod writer_slots;
 mod writer_threads;
 
 pub use atomic_folder::{AtomicFolder, FolderFile, free_space, replace_file};
@@ -61,5 +60,3 @@ pub use hidden_folder::{SweepReport, sweep};
 pub use manifest::{CheckpointKind, FileMetadata, Manifest, add_manifest_checksum};
 pub use real_disk::RealDisk;
 pub use shard_writer::ShardWriter;
-pub use writer_slots::sweep_slots;
-pub use writer_threads::WriterOptions;

@@ -13,9 +13,6 @@
 //! 4. After `finish` has answered, and after the writer is dropped, none of its threads runs and it holds no image.
 //! 5. A writer belongs to the process that made it. In a child made by `fork` every call is refused, and dropping it
 //!    does nothing.
-//! 6. At most `writers_per_node` writers under one root write at once on a node (`writer_slots.rs`). A writer holds its
-//!    slot only while it has something to write: the bytes that it waits for may come from a rank that needs a slot
-//!    first.
 //!
 //! Bytes bypass the page cache where the file system has direct I/O and the image is laid out like the file. Otherwise
 //! few pages are dirty at a time, and written pages are dropped from the cache. Each thread computes the checksum of a
@@ -38,7 +35,7 @@ use crate::manifest::FileMetadata;
 use crate::output_file::WINDOW;
 use crate::staging::Memory;
 use crate::work_queue::SubmittedBytes;
-use crate::writer_threads::{SharedWriterState, WriterOptions};
+use crate::writer_threads::SharedWriterState;
 
 /// The most threads that write. One alone saturates the disks measured; the others keep the disk busy while one sums,
 /// or waits for a processor that training uses.
@@ -62,45 +59,40 @@ impl ShardWriter {
     pub fn create(
         folder: impl AsRef<Path>,
         files: &[(&str, u64)],
-        options: WriterOptions,
+        checksum: bool,
         check_cancelled: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Self, CommitError> {
-        Self::on_disk(RealDisk, folder.as_ref(), files, options, check_cancelled)
+        Self::on_disk(RealDisk, folder.as_ref(), files, checksum, check_cancelled)
     }
 }
 
 impl<D: Disk> ShardWriter<D> {
     /// Creates `files` at their full length and starts the threads. Names are relative to `folder`, sizes in bytes.
+    /// `checksum`: whether to compute a checksum of each file.
     ///
     /// `folder` must exist; inner folders are created. Modes are those that the umask leaves. Calls `check_cancelled`
     /// after each file.
     ///
     /// # Errors
-    /// Before anything is created: [`CommitError::InvalidWrite`] for invalid options, names and sizes, and
+    /// Before anything is created: [`CommitError::InvalidWrite`] for invalid names and sizes, and
     /// [`CommitError::ParentMissing`]. Then [`CommitError::FileExists`], [`CommitError::Interrupted`] and
     /// [`CommitError::Io`]; `ENOSPC`, `EDQUOT` and `EFBIG` mean that the files do not fit. Created files stay.
     pub fn on_disk(
         disk: D,
         folder: &Path,
         files: &[(&str, u64)],
-        options: WriterOptions,
+        checksum: bool,
         check_cancelled: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Self, CommitError> {
-        let refuse = |path: &Path, reason: &str| {
-            Err(CommitError::InvalidWrite { path: path.to_path_buf(), reason: reason.to_owned() })
-        };
-        if options.writers_per_node == 0 {
-            return refuse(folder, "at least one writer a node has to be allowed");
-        }
         let total = files.iter().try_fold(0u64, |total, (_, size)| total.checked_add(*size));
         if total.is_none_or(|total| total > i64::MAX as u64) {
-            return refuse(folder, "its files are larger together than a file can be");
+            let reason = "its files are larger together than a file can be".to_owned();
+            return Err(CommitError::InvalidWrite { path: folder.to_path_buf(), reason });
         }
         let (tree, tree_files) = FolderTree::open(&disk, folder, files.iter().map(|(name, _)| *name))?;
         preallocate(&tree, &tree_files, files, check_cancelled)?;
-        let root = *tree.parent();
         let sizes = files.iter().map(|(_, size)| *size);
-        let shared = Arc::new(SharedWriterState::new(disk, tree, tree_files.into_iter().zip(sizes), options, &root));
+        let shared = Arc::new(SharedWriterState::new(disk, tree, tree_files.into_iter().zip(sizes), checksum));
         let writer = ShardWriter { shared, threads: Mutex::default(), process: process::id() };
         // No more threads than chunks.
         let writes: u64 = files.iter().map(|(_, size)| size.div_ceil(WINDOW).max(1)).sum();

@@ -7,7 +7,6 @@ use crate::checksum::{Checksum, FileProgress};
 use crate::error::{CommitError, FirstFailure};
 use crate::output_file::WINDOW;
 use crate::staging::Memory;
-use crate::writer_slots::WriterSlot;
 
 /// Written files that wait for their fsync while there is more to write. The first fsync of many small files commits
 /// the others too, and each waiting file has two open descriptors.
@@ -53,14 +52,6 @@ pub(crate) enum WorkResult {
     FinishedFolders,
 }
 
-/// Whether this writer may write.
-pub(crate) enum WritePermission {
-    None,
-    /// A thread waits for a slot.
-    Seeking,
-    Granted(WriterSlot),
-}
-
 #[derive(PartialEq)]
 enum FolderSync {
     Waiting,
@@ -77,11 +68,8 @@ pub(crate) struct WorkQueue {
     /// The number of files that are not durable.
     unfinished: usize,
     folders: FolderSync,
-    /// Threads that write.
-    writing: usize,
     /// Threads that have not ended.
     pub(crate) running: usize,
-    pub(crate) slot: WritePermission,
     /// Nothing more is submitted.
     pub(crate) closed: bool,
     pub(crate) stopped: bool,
@@ -97,9 +85,7 @@ impl WorkQueue {
             files: sizes.iter().map(|&size| FileProgress::new(size)).collect(),
             unfinished: sizes.len(),
             folders: FolderSync::Waiting,
-            writing: 0,
             running: 0,
-            slot: WritePermission::None,
             closed: false,
             stopped: false,
             failure: FirstFailure::default(),
@@ -120,23 +106,15 @@ impl WorkQueue {
         self.queue.push_back(write);
     }
 
-    /// Whether a thread could write if it had a slot.
-    pub(crate) fn has_writes(&self) -> bool {
-        !self.queue.is_empty()
-    }
-
-    /// Begins an item; a write only while a slot is held. [`done`](WorkQueue::done) or [`fail`](WorkQueue::fail) ends
-    /// it.
+    /// Begins an item. [`done`](WorkQueue::done) or [`fail`](WorkQueue::fail) ends it.
     pub(crate) fn next_item(&mut self) -> Option<WorkItem> {
         if self.written.len() < MAX_UNSYNCED
-            && matches!(self.slot, WritePermission::Granted(_))
             && let Some(write) = self.queue.front_mut()
         {
             let chunk = write.cut_chunk();
             if write.length == 0 {
                 self.queue.pop_front();
             }
-            self.writing += 1;
             return Some(WorkItem::Write(chunk));
         }
         if let Some(file) = self.written.pop_front() {
@@ -149,12 +127,10 @@ impl WorkQueue {
         None
     }
 
-    /// Ends an item. Gives the slot back after the last submitted write: other ranks may write while this one makes its
-    /// files durable, or waits for more bytes.
+    /// Ends an item.
     pub(crate) fn done(&mut self, done: WorkResult) {
         match done {
             WorkResult::Wrote { write, checksum } => {
-                self.writing -= 1;
                 let length = write.length as u64;
                 if let Some(checksum) = checksum {
                     self.files[write.file].sum(write.offset, length, checksum);
@@ -165,9 +141,6 @@ impl WorkQueue {
             }
             WorkResult::Finished => self.unfinished -= 1,
             WorkResult::FinishedFolders => self.folders = FolderSync::Durable,
-        }
-        if self.writing == 0 && self.queue.is_empty() {
-            self.slot = WritePermission::None;
         }
     }
 
@@ -221,35 +194,6 @@ mod tests {
         queue.done(WorkResult::Wrote { write: chunk(file), checksum: None });
     }
 
-    fn is_held(queue: &WorkQueue) -> bool {
-        matches!(queue.slot, WritePermission::Granted(_))
-    }
-
-    #[test]
-    fn nothing_is_written_without_a_slot() {
-        let mut queue = queue_of(1);
-        assert!(queue.next_item().is_none() && queue.has_writes());
-        queue.slot = WritePermission::Seeking;
-        assert!(queue.next_item().is_none());
-        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
-        assert_eq!(begin_write(&mut queue), 0);
-    }
-
-    #[test]
-    fn the_slot_is_held_until_the_last_thread_has_written() {
-        let mut queue = queue_of(2);
-        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
-        let (one, other) = (begin_write(&mut queue), begin_write(&mut queue));
-        wrote(&mut queue, one);
-        assert!(is_held(&queue));
-        assert!(matches!(queue.next_item(), Some(WorkItem::Finish(file)) if file == one));
-        queue.done(WorkResult::Finished);
-        assert!(is_held(&queue));
-        wrote(&mut queue, other);
-        assert!(!is_held(&queue));
-        assert!(matches!(queue.next_item(), Some(WorkItem::Finish(file)) if file == other));
-    }
-
     #[test]
     fn names_are_made_durable_after_all_files_and_only_once_closed() {
         let mut queue = WorkQueue::new(&[0]);
@@ -267,7 +211,6 @@ mod tests {
     #[test]
     fn few_files_wait_for_their_fsync_at_once() {
         let mut queue = queue_of(2 * MAX_UNSYNCED);
-        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
         for _ in 0..MAX_UNSYNCED {
             let file = begin_write(&mut queue);
             wrote(&mut queue, file);
@@ -284,14 +227,13 @@ mod tests {
     #[test]
     fn the_first_failure_is_kept_and_the_rest_is_given_up() {
         let mut queue = queue_of(2);
-        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
         let file = begin_write(&mut queue);
         let path = std::path::Path::new("/somewhere");
         queue.fail(CommitError::io("write", path, Errno::NOSPC));
         queue.fail(CommitError::io("fsync", path, Errno::IO));
         assert!(queue.is_over() && queue.next_item().is_none());
         wrote(&mut queue, file);
-        assert!(queue.next_item().is_none() && !is_held(&queue));
+        assert!(queue.next_item().is_none());
         assert!(matches!(queue.failure.report(), Err(CommitError::Io { operation: "write", .. })));
         assert!(matches!(queue.failure.report(), Err(CommitError::Poisoned { operation: "write", .. })));
         assert!(matches!(queue.failure.check(), Err(CommitError::Poisoned { .. })));

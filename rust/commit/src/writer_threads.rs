@@ -6,33 +6,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::process::{getpriority_process, setpriority_process};
 
 use crate::checksum::Checksum;
-use crate::disk::{Disk, FileStat};
+use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::folder_tree::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
 use crate::output_file::{DirectIo, OutputFile};
-use crate::work_queue::{SubmittedBytes, WorkItem, WorkQueue, WorkResult, WritePermission};
-use crate::writer_slots::{WriterSlot, WriterSlots};
-
-/// Between two attempts to take a slot: a fraction of the time waited so far, within these limits.
-const MIN_SLOT_INTERVAL: Duration = Duration::from_micros(500);
-const MAX_SLOT_INTERVAL: Duration = Duration::from_millis(5);
-const PART_OF_WAIT: u32 = 64;
-
-/// How a [`ShardWriter`](crate::ShardWriter) writes.
-#[derive(Clone, Copy, Debug)]
-pub struct WriterOptions {
-    /// Whether to compute a checksum of each file.
-    pub checksum: bool,
-    /// How many writers to folders of the same root write at once on this node; at least one. The root is the parent
-    /// of the writer's folder.
-    pub writers_per_node: usize,
-}
+use crate::work_queue::{SubmittedBytes, WorkItem, WorkQueue, WorkResult};
 
 /// The state that the threads of a writer share.
 pub(crate) struct SharedWriterState<D: Disk> {
@@ -41,7 +25,6 @@ pub(crate) struct SharedWriterState<D: Disk> {
     files: Vec<SharedFile<D>>,
     by_name: HashMap<String, usize>,
     direct_io: DirectIo,
-    slots: WriterSlots,
     checksum: bool,
     total: u64,
     /// Bytes that are written, and summed if wanted: their memory may be reused.
@@ -63,8 +46,7 @@ impl<D: Disk> SharedWriterState<D> {
         disk: D,
         tree: FolderTree<D>,
         files: impl Iterator<Item = (TreeFile, u64)>,
-        options: WriterOptions,
-        root: &FileStat,
+        checksum: bool,
     ) -> Self {
         let files: Vec<_> =
             files.map(|(tree_file, size)| SharedFile { tree_file, size, output: Mutex::new(None) }).collect();
@@ -75,8 +57,7 @@ impl<D: Disk> SharedWriterState<D> {
             by_name: files.iter().enumerate().map(|(number, file)| (file.tree_file.name.clone(), number)).collect(),
             files,
             direct_io: DirectIo::default(),
-            slots: WriterSlots::new(options.writers_per_node, (root.device, root.inode)),
-            checksum: options.checksum,
+            checksum,
             total: sizes.iter().sum(),
             written: AtomicU64::new(0),
             state: Mutex::new(WorkQueue::new(&sizes)),
@@ -184,9 +165,6 @@ impl<D: Disk> SharedWriterState<D> {
             state.fail(CommitError::Panicked { path: at, message: message_of(panic.as_ref()) });
         }
         state.running -= 1;
-        if state.running == 0 {
-            state.slot = WritePermission::None;
-        }
         drop(state);
         self.changed.notify_all();
     }
@@ -196,19 +174,12 @@ impl<D: Disk> SharedWriterState<D> {
         let mut state = self.lock();
         while !state.is_over() {
             let Some(item) = state.next_item() else {
-                state = if state.has_writes() && matches!(state.slot, WritePermission::None) {
-                    self.seek_slot(state)
-                } else {
-                    self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-                };
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(state);
             let outcome = self.perform(item, at);
             state = self.lock();
-            if let WritePermission::Granted(slot) = &state.slot {
-                slot.touch();
-            }
             match outcome {
                 Ok(done) => {
                     if let WorkResult::Wrote { write, .. } = &done {
@@ -219,33 +190,6 @@ impl<D: Disk> SharedWriterState<D> {
                 Err(error) => state.fail(error),
             }
             self.changed.notify_all();
-        }
-    }
-
-    /// Waits for a slot for all threads, without the lock. Afterwards the writer has it, or is over.
-    fn seek_slot<'a>(&'a self, mut state: MutexGuard<'a, WorkQueue>) -> MutexGuard<'a, WorkQueue> {
-        state.slot = WritePermission::Seeking;
-        drop(state);
-        let taken = self.wait_for_slot();
-        let mut state = self.lock();
-        state.slot = taken.map_or(WritePermission::None, WritePermission::Granted);
-        self.changed.notify_all();
-        state
-    }
-
-    /// `None` when the writer is over.
-    fn wait_for_slot(&self) -> Option<WriterSlot> {
-        let (mut waiting, begun) = (self.slots.wait(), Instant::now());
-        loop {
-            if let Some(slot) = waiting.try_take() {
-                return Some(slot);
-            }
-            let state = self.lock();
-            if state.is_over() {
-                return None;
-            }
-            let interval = (begun.elapsed() / PART_OF_WAIT).clamp(MIN_SLOT_INTERVAL, MAX_SLOT_INTERVAL);
-            drop(self.changed.wait_timeout(state, interval));
         }
     }
 

@@ -12,9 +12,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use tundish_commit::RealDisk;
 use tundish_commit::root::{Root, read_lock_at};
-use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{CheckpointKind, CommitError, RealDisk};
 use watched_disk::{CHANGING, WatchedDisk, listed, manifest, names, open, save, visible, write};
 
 /// Far longer than anything takes that does not wait.

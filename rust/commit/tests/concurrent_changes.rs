@@ -14,9 +14,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use tundish_commit::RealDisk;
 use tundish_commit::root::{ReadonlyRoot, Root};
-use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{CheckpointKind, CommitError, RealDisk};
 use watched_disk::{CHANGING, WatchedDisk, manifest, names, open, save, write};
 
 type Outcome = Result<(), CommitError>;

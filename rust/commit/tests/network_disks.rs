@@ -20,9 +20,8 @@ use network_disk::{
     AFTER_LISTING, ETIMEDOUT, IS_CUT_OFF, LOCAL_LOCKS, LOSES_ANSWER, NO_LOCKS, NO_NEW_RENAMES, NetworkDisk, Outcome,
     REMEMBERED, RENUMBERS,
 };
-use tundish_commit::RealDisk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root, read_lock_at};
-use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{CheckpointKind, CommitError, RealDisk};
 
 const BEAT: Duration = Duration::from_millis(100);
 const STALE: Duration = Duration::from_millis(1500);

@@ -17,9 +17,8 @@ use std::process::Output;
 use std::time::Duration;
 
 use common::entries;
-use tundish_commit::RealDisk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
-use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{CheckpointKind, CommitError, RealDisk};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;

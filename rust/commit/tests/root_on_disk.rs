@@ -13,11 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Mount, entries};
-use tundish_commit::RealDisk;
 use tundish_commit::disk::{Disk, LockMode, LockOutcome, Room};
 use tundish_commit::root::{OpenOptions, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
-use tundish_commit::{CheckpointKind, CommitError};
-use tundish_commit::{ShardWriter, WriterOptions};
+use tundish_commit::{CheckpointKind, CommitError, RealDisk, ShardWriter};
 
 const ENOSPC: i32 = 28;
 const EROFS: i32 = 30;
@@ -107,9 +105,8 @@ fn the_folder_of_a_live_writer_is_not_removed() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     let attempt = root.begin(CheckpointKind::Hf, 1, false).unwrap();
-    let options = WriterOptions { checksum: false, writers_per_node: 1 };
     let files = [("weights", 9)];
-    let writer = ShardWriter::create(&attempt, &files, options, &mut || ControlFlow::Continue(())).unwrap();
+    let writer = ShardWriter::create(&attempt, &files, false, &mut || ControlFlow::Continue(())).unwrap();
     drop(root);
     // The owner has died; the writer is that of another rank, which has not heard of it.
     let root = open(folder.path()).unwrap();

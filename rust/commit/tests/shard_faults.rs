@@ -14,8 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{Mount, child as writer, image};
-use tundish_commit::{CommitError, FileMetadata};
-use tundish_commit::{ShardWriter, WriterOptions};
+use tundish_commit::{CommitError, FileMetadata, ShardWriter};
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;
@@ -53,8 +52,7 @@ fn child() {
 }
 
 fn write(role: &str, folder: &Path) -> Result<Vec<FileMetadata>, CommitError> {
-    let options = WriterOptions { checksum: true, writers_per_node: 1 };
-    let writer = ShardWriter::create(folder, files(role), options, &mut || ControlFlow::Continue(()))?;
+    let writer = ShardWriter::create(folder, files(role), true, &mut || ControlFlow::Continue(()))?;
     // One byte off, the image does not lie in memory as the file on the disk: everything goes through the page cache.
     let lead = usize::from(role == "cached");
     for &(name, size) in files(role) {

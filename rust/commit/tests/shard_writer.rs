@@ -4,40 +4,26 @@
 
 #[path = "support/common/mod.rs"]
 mod common;
-#[macro_use]
-#[path = "support/forwarding/mod.rs"]
-mod forwarding;
-#[path = "support/watched_disk/mod.rs"]
-mod watched_disk;
 
 use std::fs;
 use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{Mount, crc64, image};
 use proptest::prelude::*;
-use tundish_commit::RealDisk;
-use tundish_commit::disk::Disk;
 use tundish_commit::staging::FileImage;
-use tundish_commit::{CommitError, FileMetadata, write_small_file};
-use tundish_commit::{ShardWriter, WriterOptions};
-use watched_disk::WatchedDisk;
+use tundish_commit::{CommitError, FileMetadata, ShardWriter, write_small_file};
 
 const ENOSPC: i32 = 28;
 const MIB: usize = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-fn options() -> WriterOptions {
-    WriterOptions { checksum: true, writers_per_node: 1 }
-}
-
 fn writer(folder: &Path, files: &[(&str, u64)]) -> Result<ShardWriter, CommitError> {
-    ShardWriter::create(folder, files, options(), &mut || ControlFlow::Continue(()))
+    ShardWriter::create(folder, files, true, &mut || ControlFlow::Continue(()))
 }
 
 fn finish(writer: &ShardWriter) -> Vec<FileMetadata> {
@@ -103,9 +89,8 @@ fn more_files_than_descriptors_can_be_written() {
 #[test]
 fn checksums_can_be_turned_off() {
     let folder = tempfile::tempdir().unwrap();
-    let options = WriterOptions { checksum: false, ..options() };
     let files = [("a", 5)];
-    let writer = ShardWriter::create(folder.path(), &files, options, &mut || ControlFlow::Continue(())).unwrap();
+    let writer = ShardWriter::create(folder.path(), &files, false, &mut || ControlFlow::Continue(())).unwrap();
     writer.write("a", 0, &image(b"bytes"), 0, 5).unwrap();
     assert_eq!(finish(&writer), [FileMetadata { name: "a".to_owned(), size: 5, checksum: None }]);
     assert_eq!(fs::read(folder.path().join("a")).unwrap(), b"bytes");
@@ -263,8 +248,6 @@ fn invalid_files_are_refused_before_anything_is_created() {
         let error = writer(folder.path(), files).err().expect("a size that cannot be");
         assert!(matches!(error, CommitError::InvalidWrite { .. }), "{error}");
     }
-    let none = WriterOptions { writers_per_node: 0, ..options() };
-    assert!(ShardWriter::create(folder.path(), &[], none, &mut || ControlFlow::Continue(())).is_err());
     assert!(fs::read_dir(folder.path()).unwrap().next().is_none());
     let missing = writer(&folder.path().join("missing"), &[("a", 1)]).err().expect("no folder");
     assert!(matches!(missing, CommitError::ParentMissing { .. }), "{missing}");
@@ -310,7 +293,7 @@ fn an_interrupted_preallocation_names_the_file() {
         if asked == 2 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
     let files = [("a", 1), ("b", 1), ("c", 1)];
-    let error = ShardWriter::create(folder.path(), &files, options(), &mut check_cancelled).err().expect("interrupted");
+    let error = ShardWriter::create(folder.path(), &files, true, &mut check_cancelled).err().expect("interrupted");
     assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
     assert_eq!(error.path(), folder.path().join("b"));
     assert!(!folder.path().join("c").exists());
@@ -373,50 +356,4 @@ fn a_writer_without_files_finishes_at_once() {
     assert_eq!(finish(&writer(folder.path(), &[]).unwrap()), []);
     let empty = FileImage::new(0).unwrap();
     assert_eq!(empty.size(), 0);
-}
-
-/// More than a chunk.
-const SIZE: usize = 12 << 20;
-
-/// Far longer than a step without a wait takes, and less than the time after which a slot counts as stalled.
-const LONG: Duration = Duration::from_secs(10);
-
-/// A disk whose first fsync reports that it began, and waits for a message.
-fn standing_disk() -> (WatchedDisk, Receiver<()>, Sender<()>) {
-    let (begins, begun) = channel();
-    let (go, gone) = channel();
-    let once = Mutex::new(Some((begins, gone)));
-    let disk = WatchedDisk::new(move |call, _| {
-        if call == "fsync" {
-            let first = once.lock().unwrap().take();
-            if let Some((begins, gone)) = first {
-                begins.send(()).unwrap();
-                // With a limit, in case the test fails.
-                let _ = gone.recv_timeout(2 * LONG);
-            }
-        }
-    });
-    (disk, begun, go)
-}
-
-/// A writer of one file whose bytes are submitted; in memory they begin `lead` bytes after a page boundary.
-fn submitted_writer<D: Disk>(disk: D, folder: &Path, lead: usize) -> ShardWriter<D> {
-    fs::create_dir(folder).unwrap();
-    let files = [("a", SIZE as u64)];
-    let writer = ShardWriter::on_disk(disk, folder, &files, options(), &mut || ControlFlow::Continue(())).unwrap();
-    writer.write("a", 0, &image(&vec![7; lead + SIZE]), lead, SIZE).unwrap();
-    writer
-}
-
-#[test]
-fn another_writer_writes_during_an_fsync() {
-    let root = tempfile::tempdir().unwrap();
-    let (disk, begun, go) = standing_disk();
-    let first = submitted_writer(disk, &root.path().join("first"), 0);
-    begun.recv_timeout(LONG).unwrap();
-    let second = submitted_writer(RealDisk, &root.path().join("second"), 0);
-    assert!(second.finish(LONG).unwrap().is_some());
-    assert!(first.finish(Duration::ZERO).unwrap().is_none());
-    go.send(()).unwrap();
-    assert!(first.finish(LONG).unwrap().is_some());
 }

@@ -11,9 +11,8 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use common::crc64;
-use tundish_commit::RealDisk;
 use tundish_commit::root::{read_lock_at, verify_checkpoint};
-use tundish_commit::{CommitError, add_manifest_checksum, checksum_file, write_small_file};
+use tundish_commit::{CommitError, RealDisk, add_manifest_checksum, checksum_file, write_small_file};
 
 const FILES: [(&str, usize); 5] =
     [("model.safetensors", 20_000_003), ("config.json", 700), ("a/b/deep", 4096), ("a/flat", 9000), ("empty", 0)];

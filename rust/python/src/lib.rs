@@ -43,21 +43,19 @@ mod _native {
     #[pymodule_export]
     use super::atomic_folder::{AtomicFolder, replace_file};
     #[pymodule_export]
-    use super::checkpoint::checkpoint_root::CheckpointRoot;
+    use super::checkpoint::checkpoint_root::{
+        CheckpointRoot, ReadonlyCheckpointRoot, open_checkpoints_readonly, unfinished_name,
+    };
     #[pymodule_export]
     use super::checkpoint::file_image::{FileImage, staging_stats, trim_staging};
     #[pymodule_export]
     use super::checkpoint::file_metadata::{FileMetadata, checksum_file, write_small_file};
     #[pymodule_export]
-    use super::checkpoint::read_lock::CheckpointReadLock;
+    use super::checkpoint::read_lock::{CheckpointReadLock, verify_checkpoint};
     #[pymodule_export]
-    use super::checkpoint::readonly_root::{ReadonlyCheckpointRoot, open_checkpoints_readonly, unfinished_name};
-    #[pymodule_export]
-    use super::checkpoint::shard_writer::{ShardWriter, sweep_writer_slots};
+    use super::checkpoint::shard_writer::ShardWriter;
     #[pymodule_export]
     use super::checkpoint::tensor_copy::TensorCopy;
-    #[pymodule_export]
-    use super::checkpoint::verify_checkpoint::verify_checkpoint;
     #[pymodule_export]
     use super::dlpack::{TensorBuilder, TensorExchange};
     #[pymodule_export]

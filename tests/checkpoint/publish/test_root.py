@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 from support.checkpoint.checkpoint_roots import Root, manifest, save, started
 
 from tundish import _native
-from tundish.checkpoint import Checkpointer
 from tundish.errors import (
     AlreadyExistsError,
     CheckpointInUseError,
@@ -149,26 +147,6 @@ def test_a_manifest_of_something_else_is_refused(root: Root, text: str) -> None:
         root.publish("hf", 1, text, overwrite=False)
     root.abandon("hf", 1)
     save(root, "hf", 1)
-
-
-def test_an_opening_removes_the_marks_of_killed_writers_and_of_no_living_one(tmp_path: Path) -> None:
-    status = tmp_path.stat()
-    dead, living, other = (
-        Path("/dev/shm", f"tundish-writer-{os.geteuid()}-{status.st_dev:x}-{number:x}-{slot}")
-        for number, slot in ((status.st_ino, 7), (status.st_ino, 8), (1 << 62, 0))
-    )
-    try:
-        with living.open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            dead.touch()
-            other.touch()
-            Checkpointer(tmp_path, on_failure="raise").close()
-            assert (dead.exists(), living.exists(), other.exists()) == (False, True, True)
-        _native.sweep_writer_slots(tmp_path)
-        assert not living.exists()
-    finally:
-        for path in (dead, living, other):
-            path.unlink(missing_ok=True)
 
 
 READER = """

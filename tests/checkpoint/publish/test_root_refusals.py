@@ -20,8 +20,6 @@ from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, R
     [
         ({"keep_last": 0}, "keep_last"),
         ({"on_failure": "explode"}, "on_failure"),
-        ({"writers_per_node": 0}, "writers_per_node"),
-        ({"writers_per_node": "many"}, "writers_per_node"),
         ({"staging_limit_bytes": -1}, "staging_limit_bytes"),
         ({"checksum": "md5"}, "checksum"),
         ({"timeout": 0}, "timeout"),

@@ -30,7 +30,7 @@ from tundish.checkpoint.root import DiskDraft, WriteOptions
 from tundish.checkpoint.staging import Staged
 from tundish.distributed import VoteId, voter_of
 
-OPTIONS = WriteOptions(checksum=True, writers_per_node=1, set_progress=lambda ask: None)
+OPTIONS = WriteOptions(checksum=True, set_progress=lambda ask: None)
 
 
 class Net(torch.nn.Module):

@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 def options(progress: Any = lambda ask: None) -> WriteOptions:
-    return WriteOptions(checksum=True, writers_per_node=1, set_progress=progress)
+    return WriteOptions(checksum=True, set_progress=progress)
 
 
 def connected_exchange_group() -> ExchangeGroup:

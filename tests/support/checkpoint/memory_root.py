@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tundish._native import FileImage, FileMetadata
+from tundish._native import FileMetadata
 from tundish.checkpoint.root import (
     KINDS,
     MANIFEST,
@@ -44,8 +44,7 @@ class MemoryDraft:
     def write(self, files: Sequence[tuple[str, int, Contents]], options: WriteOptions) -> list[FileMetadata]:
         for name, size, contents in files:
             data = bytearray(size)
-            pieces = [(0, contents)] if isinstance(contents, FileImage) else contents
-            for offset, memory in pieces:
+            for offset, memory in contents:
                 view = memoryview(memory).cast("B")
                 data[offset : offset + len(view)] = view
             self._files[name] = bytes(data)

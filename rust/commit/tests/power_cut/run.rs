@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use tundish_commit::disk::Disk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
-use tundish_commit::{CheckpointKind, CommitError};
-use tundish_commit::{ShardWriter, WriterOptions};
+use tundish_commit::{CheckpointKind, CommitError, ShardWriter};
 
 use crate::common::image;
 
@@ -99,9 +98,8 @@ pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
 fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, step: u64, version: Version) {
     let contents = contents(kind, step, version);
     let files: Vec<_> = contents.iter().map(|(name, bytes)| (*name, bytes.len() as u64)).collect();
-    let options = WriterOptions { checksum: true, writers_per_node: 1 };
     let mut check_cancelled = || ControlFlow::Continue(());
-    let writer = ShardWriter::on_disk(disk.clone(), folder, &files, options, &mut check_cancelled).unwrap();
+    let writer = ShardWriter::on_disk(disk.clone(), folder, &files, true, &mut check_cancelled).unwrap();
     for (name, bytes) in &contents {
         writer.write(name, 0, &image(bytes), 0, bytes.len()).unwrap();
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use tundish_commit::Checksum;
 
-use super::callbacks::tick;
+use super::tick;
 use crate::error::BindingError;
 use crate::long_work::enter;
 

@@ -1,4 +1,4 @@
-//! [`CheckpointReadLock`].
+//! [`CheckpointReadLock`], and `verify_checkpoint`.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tundish_commit::RealDisk;
-use tundish_commit::root::{ReadLock, read_lock_at};
+use tundish_commit::root::{self, ReadLock, read_lock_at};
 
-use super::callbacks::tick;
 use super::descriptions::{FileDamage, checkpoint_dict, file_damage};
+use super::tick;
 use crate::error::BindingError;
 use crate::long_work::enter;
 
@@ -99,4 +99,16 @@ impl CheckpointReadLock {
     fn close(&self) {
         self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
+}
+
+/// Read every file of the checkpoint in `folder` and compare it with the manifest.
+///
+/// Raises `CorruptCheckpointError`, whose `paths` are all files that are missing, changed, cut off or in no manifest.
+#[pyfunction]
+#[pyo3(signature = (folder, *, progress=None))]
+pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
+    enter(py, progress, move |signals| {
+        let mut on_progress = |read, total| tick(signals, "verify", read, total);
+        Ok(root::verify_checkpoint(folder, &mut on_progress)?)
+    })
 }

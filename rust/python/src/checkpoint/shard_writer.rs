@@ -1,4 +1,4 @@
-//! [`ShardWriter`], and the sweep of the slots of killed writers.
+//! [`ShardWriter`].
 //!
 //! Invariant: no writer is joined with the GIL held.
 #![allow(unsafe_code)]
@@ -7,15 +7,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
-use tundish_commit::WriterOptions;
 use tundish_commit::staging::Memory;
 use tundish_packing::Progress;
 
-use super::callbacks::tick;
 use super::file_image::FileImage;
 use super::file_metadata::FileMetadata;
+use super::tick;
 use crate::error::BindingError;
 use crate::long_work::enter;
 
@@ -25,8 +24,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(30);
 /// Writes the files of one rank with threads of its own.
 ///
 /// When the constructor returns, all files are created and preallocated. Names are relative to `folder`, sizes in
-/// bytes. At most `writers_per_node` writers under the same root write at once on a node. `checksum` computes the
-/// CRC-64/NVME of each file.
+/// bytes. `checksum` computes the CRC-64/NVME of each file.
 #[pyclass(frozen)]
 pub(crate) struct ShardWriter {
     writer: tundish_commit::ShardWriter,
@@ -35,35 +33,36 @@ pub(crate) struct ShardWriter {
 #[pymethods]
 impl ShardWriter {
     #[new]
-    #[pyo3(signature = (folder, files, *, checksum, writers_per_node))]
-    fn new(
-        py: Python<'_>,
-        folder: PathBuf,
-        files: Vec<(String, u64)>,
-        checksum: bool,
-        writers_per_node: usize,
-    ) -> PyResult<Self> {
+    #[pyo3(signature = (folder, files, *, checksum))]
+    fn new(py: Python<'_>, folder: PathBuf, files: Vec<(String, u64)>, checksum: bool) -> PyResult<Self> {
         enter(py, None, move |signals| {
             let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
-            let options = WriterOptions { checksum, writers_per_node };
             let mut check_cancelled = || tick(signals, "preallocate", 0, 0);
-            Ok(Self { writer: tundish_commit::ShardWriter::create(folder, &files, options, &mut check_cancelled)? })
+            Ok(Self { writer: tundish_commit::ShardWriter::create(folder, &files, checksum, &mut check_cancelled)? })
         })
     }
 
-    /// Submit `length` bytes of a file image, or of a contiguous buffer, from `start` on, to be written at `offset` of
-    /// the file `name`. The memory is kept until it is written; do not change it before.
-    fn write(&self, name: &str, offset: u64, source: &Bound<'_, PyAny>, start: usize, length: usize) -> PyResult<()> {
-        let submitted = if let Ok(image) = source.cast::<FileImage>() {
-            self.writer.write(name, offset, &image.get().image, start, length)
-        } else {
-            let buffer = PyBuffer::<u8>::get(source)?;
-            if !buffer.is_c_contiguous() {
-                return Err(BindingError::Value(format!("the bytes for {name} do not lie one after the other")).into());
-            }
-            self.writer.write(name, offset, &Arc::new(BufferMemory { buffer }), start, length)
-        };
-        Ok(submitted.map_err(BindingError::from)?)
+    /// Submit `length` bytes of a contiguous buffer, such as a file image, from `start` on, to be written at `offset` of
+    /// the file `name`; without a `length` all from there on. The memory is kept until it is written; do not change it
+    /// before.
+    #[pyo3(signature = (name, offset, source, start = 0, length = None))]
+    fn write(
+        &self,
+        name: &str,
+        offset: u64,
+        source: &Bound<'_, PyAny>,
+        start: usize,
+        length: Option<usize>,
+    ) -> PyResult<()> {
+        // Threads that release an image do not wait for the GIL.
+        if let Ok(image) = source.cast::<FileImage>() {
+            return self.submit(name, offset, &image.get().image, start, length);
+        }
+        let buffer = PyUntypedBuffer::get(source)?;
+        if !buffer.is_c_contiguous() {
+            return Err(BindingError::Value(format!("the bytes for {name} do not lie one after the other")).into());
+        }
+        self.submit(name, offset, &Arc::new(BufferMemory { buffer }), start, length)
     }
 
     /// Bytes that are written (and summed), whose memory may be reused; and bytes of all files.
@@ -96,9 +95,23 @@ impl ShardWriter {
     }
 }
 
+impl ShardWriter {
+    fn submit(
+        &self,
+        name: &str,
+        offset: u64,
+        memory: &Arc<impl Memory + 'static>,
+        start: usize,
+        length: Option<usize>,
+    ) -> PyResult<()> {
+        let length = length.unwrap_or_else(|| memory.bytes().len().saturating_sub(start));
+        Ok(self.writer.write(name, offset, memory, start, length).map_err(BindingError::from)?)
+    }
+}
+
 /// The memory of a Python buffer, such as that of a tensor.
 struct BufferMemory {
-    buffer: PyBuffer<u8>,
+    buffer: PyUntypedBuffer,
 }
 
 impl Memory for BufferMemory {
@@ -117,12 +130,4 @@ impl Drop for ShardWriter {
         // Wait for the threads without the GIL.
         Python::try_attach(|py| py.detach(|| self.writer.abort()));
     }
-}
-
-/// Remove the slot files that killed writers of this user left, unless `dry_run`; returns their paths. `root` restricts
-/// it to writers under that folder.
-#[pyfunction]
-#[pyo3(signature = (root = None, *, dry_run = false))]
-pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
-    enter(py, None, |_| Ok(tundish_commit::sweep_slots(root.as_deref(), dry_run)))
 }

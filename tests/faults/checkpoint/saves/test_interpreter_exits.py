@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from support.checkpoint.failpoints import SystemCall, environment
 from support.distributed.programs import PIPE, Program
 
 from tundish.checkpoint import Checkpointer, open_readonly
@@ -27,7 +27,7 @@ tensors = {"w": torch.ones(1 << 18)}
 
 
 @contextlib.contextmanager
-def started(program: str, root: Path) -> Iterator[Program]:
+def started(program: str, root: Path, environment: Mapping[str, str] = {}) -> Iterator[Program]:
     words = ["-c", PRELUDE + textwrap.dedent(program), root]
     with Program(words, stdout=PIPE, stderr=PIPE) as process:
         try:
@@ -36,24 +36,14 @@ def started(program: str, root: Path) -> Iterator[Program]:
             process.kill()
 
 
-@contextlib.contextmanager
-def nobody_may_write(root: Path) -> Iterator[None]:
-    """Holds the only slot of the writers to this root, for which they wait longer than a test takes."""
-    root.mkdir()
-    status = root.stat()
-    slot = Path(f"/dev/shm/tundish-writer-{os.geteuid()}-{status.st_dev:x}-{status.st_ino:x}-0")
-    with slot.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        slot.unlink()
-
-
 def test_a_second_ctrl_c_gives_a_save_up_within_seconds(tmp_path: Path) -> None:
     root = tmp_path / "root"
     program = """
     checkpointer = td.Checkpointer(root)
-    checkpointer.save_hf(1, tensors)
-    checkpointer.save_dcp(1, tensors)
+    # Each takes eight seconds to be written.
+    large = {"w": torch.ones(64 << 20)}
+    checkpointer.save_hf(1, large)
+    checkpointer.save_dcp(1, large)
     # Called before what was registered earlier, which waits for the saves.
     threading._register_atexit(print, "exiting", flush=True)
     print("saving", flush=True)
@@ -61,7 +51,8 @@ def test_a_second_ctrl_c_gives_a_save_up_within_seconds(tmp_path: Path) -> None:
     while True:
         time.sleep(0.05)
     """
-    with nobody_may_write(root), started(program, root) as process:
+    slow = environment(SystemCall("write", "*", 0), "slow 1000")
+    with started(program, root, slow) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "saving\n"

@@ -55,10 +55,8 @@ def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
                 job.signal(rank, signal.SIGKILL)
         before, newest = newest, check(root)
         assert newest.get("dcp", 0) >= before.get("dcp", 0)
-    # The last ones that were killed left what only the next start removes, in the node's memory too.
+    # The last ones that were killed left what only the next start removes.
     Checkpointer(root, on_failure="raise").close()
     assert hidden(root) == []
-    status = root.stat()
-    assert not list(Path("/dev/shm").glob(f"tundish-writer-*-{status.st_dev:x}-{status.st_ino:x}-*"))
     assert min(moments.values()) > 0
     assert newest["dcp"] > KILLS / 2, "there was something to lose"

@@ -5,9 +5,8 @@ use std::ffi::{OsStr, OsString};
 use std::ops::Range;
 use std::path::Path;
 
-use tundish_commit::CommitError;
-use tundish_commit::RealDisk;
 use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome};
+use tundish_commit::{CommitError, RealDisk};
 
 const EINVAL: i32 = 22;
 pub const ETIMEDOUT: i32 = 110;

@@ -11,10 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tundish_commit::RealDisk;
 use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome};
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root};
-use tundish_commit::{CheckpointKind, CommitError};
+use tundish_commit::{CheckpointKind, CommitError, RealDisk};
 
 type Folder = <RealDisk as Disk>::Folder;
 type File = <RealDisk as Disk>::File;
