@@ -157,7 +157,7 @@ def test_files_are_written_from_images_and_from_where_tensors_lie(root: Root) ->
     files = root.draft("hf-1").write(
         [
             ("pieces", 32, [(0, header), (8, tensor.numpy())]),
-            ("image", 8, image),
+            ("image", 8, [(0, image)]),
         ],
         options,
     )

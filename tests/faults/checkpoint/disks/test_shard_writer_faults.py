@@ -36,7 +36,7 @@ def writer_of(name, size):
 
 @contextlib.contextmanager
 def started(
-    script: str, folder: Path, *arguments: object, environment: Mapping[str, str] = {}
+    script: str, folder: Path, *arguments: object, setting: Mapping[str, str] = {}
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that runs `script`; killed at the end of the block, if it has not ended."""
     with subprocess.Popen(
@@ -45,7 +45,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **environment},
+        env={**os.environ, **setting},
     ) as process:
         try:
             yield process
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_wait_and_the_writing_goes_on(folder: Path) -> None:
     print(writer.finish()[0].size, flush=True)
     """
     slow = environment(SystemCall("write", str(folder / "a"), 0), "slow 4000")
-    with started(script, folder, environment=slow) as process:
+    with started(script, folder, setting=slow) as process:
         assert next_line(process) == "waiting\n"
         until_it_waits(process.pid)
         process.send_signal(signal.SIGINT)

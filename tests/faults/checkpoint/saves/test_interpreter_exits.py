@@ -27,9 +27,9 @@ tensors = {"w": torch.ones(1 << 18)}
 
 
 @contextlib.contextmanager
-def started(program: str, root: Path, environment: Mapping[str, str] = {}) -> Iterator[Program]:
+def started(program: str, root: Path, setting: Mapping[str, str] = {}) -> Iterator[Program]:
     words = ["-c", PRELUDE + textwrap.dedent(program), root]
-    with Program(words, stdout=PIPE, stderr=PIPE) as process:
+    with Program(words, stdout=PIPE, stderr=PIPE, env={**os.environ, **setting}) as process:
         try:
             yield process
         finally:
