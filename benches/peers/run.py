@@ -29,10 +29,8 @@ MEASURES = {
         "plan",
         "best_fit",
         "ordered",
-        "costs",
         "first_batch",
         "stream",
-        "published",
         "shuffle",
         "lengths",
         "balance",
@@ -40,8 +38,8 @@ MEASURES = {
     ),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
-    "scatter": ("local", "gloo", "peers", "overlap", "worlds", "nodes"),
-    "rtensor": ("sockets", "transports", "ray", "stores", "memory", "beside", "drains", "handles"),
+    "scatter": ("local", "gloo", "peers", "overlap", "nodes"),
+    "rtensor": ("sockets", "transports", "ray", "beside", "drains"),
 }
 PACKAGES = {
     "packing": (
@@ -76,16 +74,16 @@ PACKAGES = {
 def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
     """Return the measures of packing, and a sentence about their rounds."""
     from packing.balance.cases import balance
-    from packing.cases import Scale, hard_plan, published, shuffle
+    from packing.cases import Scale, hard_plan, shuffle
     from packing.lengths_case import lengths
     from packing.size_curve_case import curve
-    from packing.whole.cases import best_fit, costs, ordered
+    from packing.whole.cases import best_fit, ordered
     from packing.whole.hugging_face import first_batch
     from packing.whole.stream import stream
 
     scale = Scale(
-        samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
-        curve_samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7, 10**8),
+        samples=(10**4, 10**5) if quick else (10**6, 10**7),
+        curve_samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
         least_rounds=2 if quick else 5,
         folder=folder,
     )
@@ -94,14 +92,12 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "plan": lambda: [hard_plan(scale)],
         "best_fit": lambda: [best_fit(scale)],
         "ordered": lambda: [ordered(scale)],
-        "costs": lambda: [costs(scale)],
         "first_batch": lambda: [first_batch(scale)],
         "stream": lambda: [stream(scale)],
-        "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],
         "lengths": lambda: [lengths(scale)],
         "balance": lambda: [balance(scale)],
-        "curve": lambda: curve(scale),
+        "curve": lambda: [curve(scale)],
     }, summary
 
 
@@ -178,7 +174,6 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "gloo": Plan(),
         "peers": Plan(worlds=(4,), rounds={"VLM": 3}),
         "overlap": Plan(worlds=(2,), rounds={"text": 5, "VLM": 3, "nested": 5}, repeats=20),
-        "worlds": Plan(worlds=(2, 4, 8, 16), rounds={"text": 5, "small VLM": 3}),
         "nodes": Plan(worlds=(4,), rounds={"text": 5, "VLM": 2, "many": 5, "nested": 5}, repeats=3),
     }
     if quick:
@@ -194,7 +189,7 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "object collectives and other packages). A wait is the mean of a round and the minimum of all rounds."
     )
     measures: dict[str, Callable[[], Sequence[object]]] = {
-        name: lambda name=name: measure(name, plans[name]) for name in ("local", "gloo", "peers", "worlds")
+        name: lambda name=name: measure(name, plans[name]) for name in ("local", "gloo", "peers")
     }
     measures |= {
         name: lambda name=name, take=take: [take(plans[name])]
@@ -209,7 +204,7 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     for package in ("aiohttp", "flask", "grpc", "orjson", "pyarrow.flight", "ray", "zmq"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"no {package}")
-    from rtensor import cases, drains_and_handles_case
+    from rtensor import cases, drains_case
 
     plan = cases.Plan()
     if quick:
@@ -221,7 +216,6 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             fetches=10,
             seconds=5.0,
             drained=(10**4, 10**3),
-            handles=10**3,
         )
     summary = (
         f"Each time is the minimum of {plan.rounds} rounds. Each round runs every library in its own processes: "
@@ -234,11 +228,8 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     measures |= {
         name: lambda take=take: [take(plan)]
         for name, take in {
-            "stores": cases.stores,
-            "memory": cases.memory,
             "beside": cases.beside,
-            "drains": drains_and_handles_case.drains,
-            "handles": drains_and_handles_case.handles,
+            "drains": drains_case.drains,
         }.items()
     }
     return measures, summary

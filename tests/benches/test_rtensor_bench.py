@@ -1,4 +1,4 @@
-"""Contestants that fetch tensors are timed, weighed and compared."""
+"""Contestants that fetch tensors are timed and compared."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ def test_tensors_to_be_fetched_are_told_apart_and_read_whole(bench: SimpleNamesp
         bench.rtensor_tensors.read(many)
 
 
-def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
-    with bench.rtensor_processes.pair("ours", ["64 KB", "4 MB", "256 × 64 KB"]) as (owner, consumer):
+def test_a_fetch_is_timed_and_compared(bench: SimpleNamespace) -> None:
+    with bench.rtensor_processes.pair("ours", ["64 KB", "4 MB", "256 × 64 KB"]) as (_, consumer):
         consumer.ask("fetch", "64 KB")
-        with bench.rtensor_processes.peaks_of([owner, consumer]) as peaks:
-            seconds, digest = consumer.ask("fetch", "256 × 64 KB")
+        seconds, digest = consumer.ask("fetch", "256 × 64 KB")
         assert seconds > 0
         assert digest == bench.rtensor_tensors.digest(bench.rtensor_tensors.make("256 × 64 KB"))
-        # The consumer has the 16 MiB now, and the owner no more of it than before. The kernel counts megabytes late.
-        assert peaks[0] < 8 << 20 < peaks[1] < 24 << 20
         assert len(consumer.ask("beside", "4 MB", "64 KB", 5, 60.0)) == 5
         with pytest.raises(RuntimeError, match=r"(?s)no answer to fetch.*KeyError"):
             consumer.ask("fetch", "256 MB")

@@ -32,7 +32,7 @@ class Plan:
     large: str = "large"
     small: str = "small"
     rounds: int = 2
-    saves: int = 2
+    saves: int = 3
 
 
 @dataclass(kw_only=True)
@@ -118,27 +118,23 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
         for workload in workloads
     }
     together = [
-        group
-        for workload in workloads
-        for group in (
-            Group(
-                title="two ranks that hold the same",
-                workload=workload,
-                world=2,
-                sharded=False,
-                contestants=_REPLICATED,
-                # Each rank copies all tensors; tundish copies a half.
-                beside=("copy",),
-            ),
-            Group(
-                title="two ranks that hold a half each",
-                workload=workload,
-                world=2,
-                sharded=True,
-                contestants=_SHARDED,
-                loading=_LOADING,
-            ),
-        )
+        Group(
+            title="two ranks that hold the same",
+            workload=plan.large,
+            world=2,
+            sharded=False,
+            contestants=_REPLICATED,
+            # Each rank copies all tensors; tundish copies a half.
+            beside=("copy",),
+        ),
+        Group(
+            title="two ranks that hold a half each",
+            workload=plan.large,
+            world=2,
+            sharded=True,
+            contestants=_SHARDED,
+            loading=_LOADING,
+        ),
     ]
     return {"large": [alone[plan.large]], "small": [alone[plan.small]], "worlds": together}
 

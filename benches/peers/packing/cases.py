@@ -5,8 +5,6 @@ Invariants: contestants of one row take the same inputs. Their outputs are compa
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +58,6 @@ class Scale:
     def rounds(self, samples: int) -> int:
         """More rounds where one takes little, so that the least of them is the machine's own."""
         return self.least_rounds * (10 if samples <= 10**5 else 4 if samples <= 10**6 else 1)
-
-
-def _mapped_fields(plan: td.PackPlan) -> numpy_forms.Arrays:
-    return {field: getattr(plan, field) for field in numpy_forms.FIELDS}
 
 
 def hard_plan(scale: Scale) -> Section:
@@ -137,57 +131,6 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
         )
     )
     return rows
-
-
-def published(scale: Scale) -> Section:
-    """The same plan published to a real disk, mapped again and read through."""
-    section = Section(
-        title="Hard plan published and mapped again",
-        note="`td.pack(..., threads=1, out=folder)`, every file and folder fsynced, then "
-        "`PackPlan.load(folder)`, then every array summed. The loop form is timed twice: in memory "
-        "alone, and with its arrays saved (no fsync, as in the "
-        "original), mapped and summed, for information.",
-    )
-    for samples in scale.samples:
-        for distribution in DISTRIBUTIONS:
-            section.rows += _published_rows(scale, samples, distribution)
-    return section
-
-
-def _published_rows(scale: Scale, samples: int, distribution: Distribution) -> list[Row]:
-    lengths, order = draw_lengths(samples, distribution), draw_order(samples)
-    ours, theirs = scale.folder / "plan", scale.folder / "numpy"
-
-    def pack_and_map() -> tuple[int, ...]:
-        td.pack(lengths, MAX_LENGTH, order=order, threads=1, out=ours, progress=False)
-        return sums(_mapped_fields(td.PackPlan.load(ours)))
-
-    def save_and_map() -> tuple[int, ...]:
-        numpy_forms.publish(numpy_forms.chunked(lengths, order, MAX_LENGTH), theirs)
-        return sums(numpy_forms.map_again(theirs))
-
-    saved = f"{LOOP}, saved and mapped"
-    contestants = {
-        # What others left unwritten is not this contestant's to wait for.
-        "tundish": Contestant(pack_and_map, tuple, prepare=os.sync, clean_up=lambda: shutil.rmtree(ours)),
-        LOOP: Contestant(lambda: numpy_forms.chunked(lengths, order, MAX_LENGTH), sums),
-        saved: Contestant(save_and_map, tuple, clean_up=lambda: shutil.rmtree(theirs)),
-    }
-    seconds = race(contestants, scale.least_rounds)
-
-    case = f"{distribution.name}, {count(samples)}"
-    td.pack(lengths, MAX_LENGTH, order=order, threads=1, out=ours, progress=False)
-    numpy_forms.publish(numpy_forms.vectorised(lengths, order, MAX_LENGTH), theirs)
-    expected = numpy_forms.map_again(theirs)
-    assert_all_equal(f"{case}, mapped", td.PackPlan.load(ours).arrays(), expected)
-    # The files are read without tundish too: that is what they are for.
-    assert_all_equal(f"{case}, files", numpy_forms.map_again(ours), expected)
-    shutil.rmtree(ours)
-    shutil.rmtree(theirs)
-    return [
-        compared(case, seconds["tundish"], LOOP, seconds[LOOP], samples=samples),
-        compared(case, seconds["tundish"], saved, seconds[saved], samples=samples),
-    ]
 
 
 def shuffle(scale: Scale) -> Section:

@@ -1,16 +1,14 @@
-"""Hard packing, publication, shuffle and look-up as people write them with numpy.
+"""Hard packing and the shuffle as people write them with numpy.
 
 The peers of tundish, and the oracle of its outputs. Invariants: `chunked` and `vectorised` return the same six int64
 arrays for the same inputs. Nothing here imports tundish.
 
 Source of the method: `chunked` is XTuner's HardPackDataset in one process: a batched search over chunks of 10,000 packs
-on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk, then a merge. `publish`
-and `map_again` keep the arrays on disk as that class does.
+on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk, then a merge.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,20 +110,6 @@ def vectorised(lengths: Integers, order: npt.NDArray[np.int64], max_length: int)
         "end_offset": end_offset,
         "longest": np.maximum.reduceat(piece_lengths, pieces_before).astype(np.int64),
     }
-
-
-def publish(arrays: Arrays, folder: Path) -> None:
-    """One .npy file a field under a temporary name, then a rename; no fsync, as the original has none."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    unfinished.mkdir()
-    for field in FIELDS:
-        np.save(unfinished / f"{field}.npy", arrays[field])
-    unfinished.rename(folder)
-
-
-def map_again(folder: Path) -> Arrays:
-    """The published arrays, mapped read-only."""
-    return {field: np.load(folder / f"{field}.npy", mmap_mode="r") for field in FIELDS}
 
 
 def shuffled(count: int, seed: int) -> npt.NDArray[np.int64]:

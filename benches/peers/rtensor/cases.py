@@ -1,4 +1,4 @@
-"""The rows of the rtensor bench: fetches, stores, memory, and fetches beside a large one.
+"""The rows of the rtensor bench: fetches, and fetches beside a large one.
 
 Every contestant has an owner process and a consumer process. In each round each contestant fetches a few times in a
 row; the first round does not count. A fetch ends when every byte has been read, and its digest is compared.
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from measure import OutputsDiffer, Seconds
-from report import Row, Section, compared
+from report import Section, compared
 
-from rtensor.processes import Process, pair, peaks_of
+from rtensor.processes import Process, pair
 from rtensor.tensors import CASES
 
 _SMALL, _LARGE, _MANY = "64 KB", "256 MB", "256 × 64 KB"
@@ -42,14 +42,13 @@ class Plan:
     """The size of a run.
 
     Attributes:
-        rounds: rounds of fetches and stores.
+        rounds: rounds of fetches.
         repeats: repetitions of small cases in a round.
         cases: the cases to run.
         contestants: the other contestants to run.
         fetches: small fetches beside a large one.
         seconds: the longest time for these.
         drained: entries that are drained by step, and by ids.
-        handles: handles that are turned to bytes and back.
     """
 
     rounds: int = 5
@@ -59,7 +58,6 @@ class Plan:
     fetches: int = 500
     seconds: float = 20.0
     drained: tuple[int, int] = (10**6, 10**5)
-    handles: int = 10**5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,6 @@ _FETCHES = {
         others=dict.fromkeys(("Ray", "Ray, arrays", "reading"), (_LARGE, _MANY)),
     ),
 }
-_STORES = (_MANY, _LARGE)
 
 
 def fetches(name: str, plan: Plan) -> Section:
@@ -113,26 +110,6 @@ def fetches(name: str, plan: Plan) -> Section:
         for case in every:
             seconds = _fetched(consumers, case, plan)
             ours = seconds.pop(comparison.ours)
-            section.rows += [
-                compared(case, ours, _NAMES[contestant], took) for contestant, took in seconds.items()
-            ]
-    return section
-
-
-def stores(plan: Plan) -> Section:
-    """Storing, beside Ray."""
-    section = Section(
-        title="Storing, beside Ray",
-        note="remotize of a list of tensors, and ray.put of each: until copies of them lie where other processes of "
-        "the node get at them.",
-    )
-    others = [contestant for contestant in ("Ray", "Ray, arrays") if contestant in plan.contestants]
-    with _consumers(dict.fromkeys(("ours, same node", *others), ())) as consumers:
-        for case in _STORES:
-            if case not in plan.cases:
-                continue
-            seconds = _least(consumers, case, plan, lambda consumer, case=case: consumer.ask("put", case))
-            ours = seconds.pop("ours, same node")
             section.rows += [
                 compared(case, ours, _NAMES[contestant], took) for contestant, took in seconds.items()
             ]
@@ -157,37 +134,6 @@ def beside(plan: Plan) -> Section:
     return section
 
 
-def memory(plan: Plan) -> Section:
-    """The memory of one large fetch, beside the tensor."""
-    section = Section(
-        title=f"Memory that a fetch of {_LARGE} takes",
-        note="The most memory during the fetch above that before it, in tensors, looked at each millisecond: anonymous "
-        "memory of the process, and what its files in memory have. Over sockets, in fresh processes that fetched a "
-        "small one before.",
-    )
-    tensor = CASES[_LARGE][1]
-    peaks = {}
-    for contestant in ("ours", "AReaL"):
-        with pair(contestant, (_SMALL, _LARGE)) as processes:
-            _, consumer = processes
-            consumer.ask("fetch", _SMALL)
-            with peaks_of(processes) as most:
-                consumer.ask("fetch", _LARGE)
-            peaks[contestant] = [peak / tensor for peak in most]
-    for place, what in enumerate(("the owner", "the consumer")):
-        ours = peaks["ours"][place]
-        section.rows.append(
-            Row(
-                case=what,
-                ours=f"{ours:.3f}×",
-                peer=_NAMES["AReaL"],
-                peers=f"{peaks['AReaL'][place]:.3g}×",
-                figure=f"{ours:.3f}×",
-            )
-        )
-    return section
-
-
 @contextlib.contextmanager
 def _consumers(contestants: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]]:
     """Starts an owner and a consumer of each contestant; yields the consumers."""
@@ -199,7 +145,7 @@ def _consumers(contestants: Mapping[str, Sequence[str]]) -> Iterator[dict[str, P
 
 
 def _repeats(case: str, plan: Plan) -> int:
-    """How often in a row a case is fetched or stored."""
+    """How often in a row a case is fetched."""
     count, size = CASES[case]
     return plan.repeats if count * size <= _SMALL_BYTES else 1
 

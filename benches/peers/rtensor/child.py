@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rtensor.contestants import consumer_class, owner_class
-from rtensor.tensors import digest, make, read
+from rtensor.tensors import digest, read
 
 
 class Child:
@@ -49,16 +49,6 @@ class Child:
         del tensors
         self._consumer.forget(case)
         return [seconds, found]
-
-    def put(self, case: str) -> float:
-        """The seconds to leave copies of a case's tensors where others get at them."""
-        tensors = make(case)
-        gc.collect()
-        begin = time.perf_counter()
-        self._consumer.put(tensors)
-        seconds = time.perf_counter() - begin
-        self._consumer.take_back()
-        return seconds
 
     def beside(self, large: str, small: str, fetches: int, longest: float) -> list[float]:
         """The seconds of so many fetches of a small case while a large one is fetched again and again.

@@ -1,10 +1,9 @@
-"""Starts the owner and the consumer of a contestant, and measures their memory."""
+"""Starts the owner and the consumer of a contestant."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from processes import Program
@@ -19,41 +18,6 @@ class Process(Program):
         # For processes that it starts itself.
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_HERE.parent)}
         super().__init__(_HERE / program, environment=environment)
-
-    def memory(self) -> int:
-        """Bytes of memory that no file on a disk stands behind, those of one segment counted once."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
-        files = {}
-        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if str(entry.readlink()).startswith("/memfd:"):
-                    found = entry.stat()
-                    files[found.st_ino] = found.st_blocks * 512
-        return int(line.split()[1]) * 1024 + sum(files.values())
-
-
-@contextlib.contextmanager
-def peaks_of(processes: Sequence[Process]) -> Iterator[list[int]]:
-    """The peak memory of each process within the block, above its memory before; filled in at the end."""
-    before = [process.memory() for process in processes]
-    most = [0] * len(processes)
-    is_over = threading.Event()
-
-    def look() -> None:
-        while True:
-            for place, (process, had) in enumerate(zip(processes, before, strict=True)):
-                most[place] = max(most[place], process.memory() - had)
-            if is_over.wait(0.001):
-                return
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield most
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @contextlib.contextmanager

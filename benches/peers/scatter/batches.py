@@ -20,38 +20,18 @@ def text(rank: int) -> Any:
     return {name: torch.full((8, 4096), rank + 1, dtype=torch.int64) for name in names}
 
 
-def vlm(rank: int, pixels: int = 3_312_500) -> Any:
+def vlm(rank: int) -> Any:
     """8 samples: 106 MB of float pixels and 40 small tensors.
 
     The first dimension of each tensor counts the samples, as Accelerate requires.
     """
     small = {f"small {number}": torch.full((8,), rank + number) for number in range(40)}
-    return {"pixel_values": torch.full((8, pixels), 1.0 / (rank + 1)), **small}
-
-
-def small_vlm(rank: int) -> Any:
-    """The same with 10.6 MB of pixels."""
-    return vlm(rank, 331_250)
+    return {"pixel_values": torch.full((8, 3_312_500), 1.0 / (rank + 1)), **small}
 
 
 def many(rank: int) -> Any:
     """500 tensors of 1 KB."""
     return [torch.full((256,), float(rank + number)) for number in range(500)]
-
-
-def deep(rank: int) -> Any:
-    """500 tensors of 1 KB, five in each of 100 dicts of dicts and lists."""
-
-    def one(number: int) -> torch.Tensor:
-        return torch.full((256,), float(rank + number))
-
-    return [
-        {
-            "image": {"pixels": one(number), "mask": one(number + 1)},
-            "text": {"ids": [one(number + 2), one(number + 3)], "labels": one(number + 4)},
-        }
-        for number in range(0, 500, 5)
-    ]
 
 
 def nested(rank: int) -> Any:
@@ -69,9 +49,7 @@ def nested(rank: int) -> Any:
 KINDS: dict[str, Callable[[int], Any]] = {
     "text": text,
     "VLM": vlm,
-    "small VLM": small_vlm,
     "many": many,
-    "deep": deep,
     "nested": nested,
 }
 

@@ -85,12 +85,6 @@ _COMPARISONS = {
         "after the other; from_remote_init allocates new ones.",
         others=("accelerate", "accelerate split", "tensordict"),
     ),
-    "worlds": Comparison(
-        title="As the world grows",
-        note="As above. All ranks are on one node and share its processors. small VLM: 10.6 MB of pixels and 40 small "
-        "tensors.",
-        others=("isend",),
-    ),
 }
 
 

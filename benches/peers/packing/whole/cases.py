@@ -1,4 +1,4 @@
-"""The rows of packing whole samples: best fit beside other packers, and other modes and costs beside plainer calls.
+"""The rows of packing whole samples: best fit beside other packers, and modes that keep the order beside hard packing.
 
 Invariant: lengths are cut to a pack, so that all packers pack the same tokens.
 """
@@ -14,18 +14,10 @@ from report import Row, Section, compared, count, duration
 
 import tundish as td
 from packing.cases import MAX_LENGTH, SEED, Scale
-from packing.distributions import (
-    CHAT,
-    DISTRIBUTIONS,
-    RANDOM_SEED,
-    Distribution,
-    draw_lengths,
-    draw_order,
-)
+from packing.distributions import DISTRIBUTIONS, Distribution, draw_lengths, draw_order
 from packing.whole.peers import PEERS, Lengths
 
 BEST_FIT_SAMPLES = 10**6
-MOST_IMAGES = 32
 BEST_FIT_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, mode="best_fit", seed={SEED}, threads=1)`: lengths int32, all arrays of the plan. \
 Nanoseconds are per sample.
@@ -37,11 +29,6 @@ batches of 1000 samples; ms-swift packs batches of 1000 samples. Axolotl takes a
 ORDERED_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, mode=…, order=order, threads=1)` against hard packing with the same arguments. The \
 figure is hard packing's time over this one's, so that 0.4× is 2.5 times its time. Nanoseconds are per sample."""
-
-COSTS_NOTE = f"""\
-`td.pack(lengths, {MAX_LENGTH}, mode=…, costs=images, max_cost={MOST_IMAGES}, threads=1)` against the same call \
-without costs: chat lengths, 0 … 4 images a sample. With costs, best fit places sample by sample, else by counts of \
-lengths. Nanoseconds are per sample."""
 
 
 def best_fit(scale: Scale) -> Section:
@@ -121,21 +108,3 @@ def _ordered_rows(
             )
         )
     return rows
-
-
-def costs(scale: Scale) -> Section:
-    """Packs with a second limit, beside the plainer calls."""
-    samples = min(BEST_FIT_SAMPLES, scale.samples[-1])
-    chat = _whole_lengths(samples, CHAT)
-    images = np.random.default_rng(RANDOM_SEED).integers(0, 5, samples)
-    section = Section(title="Costs", note=COSTS_NOTE)
-
-    for mode in ("best_fit", "ordered"):
-        contestants = {
-            "with": Contestant(lambda mode=mode: _pack(chat, mode, costs=images, max_cost=MOST_IMAGES), len),
-            "without": Contestant(lambda mode=mode: _pack(chat, mode), len),
-        }
-        seconds = race(contestants, scale.least_rounds)
-        case, peer = f"chat, {count(samples)}, {mode} with costs", f"{mode} without costs"
-        section.rows.append(compared(case, seconds["with"], peer, seconds["without"], samples=samples))
-    return section

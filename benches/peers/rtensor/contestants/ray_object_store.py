@@ -57,12 +57,6 @@ class TensorConsumer:
     def forget(self, case: str) -> None:
         """Nothing is kept."""
 
-    def put(self, tensors: list[torch.Tensor]) -> None:
-        self._put = [ray.put(tensor.numpy() if self.as_arrays else tensor) for tensor in tensors]
-
-    def take_back(self) -> None:
-        self._put = []
-
 
 class ArrayConsumer(TensorConsumer):
     as_arrays = True

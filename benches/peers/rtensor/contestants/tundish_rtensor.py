@@ -37,12 +37,6 @@ class SocketConsumer:
     def forget(self, case: str) -> None:
         rtensor.clear_fetch_buffer(rtensor.flatten_shard_ids(self._handles[case]))
 
-    def put(self, tensors: list[torch.Tensor]) -> None:
-        self._put = rtensor.remotize(tensors)
-
-    def take_back(self) -> None:
-        rtensor.remove(rtensor.flatten_shard_ids(self._put))
-
 
 class SharedMemoryConsumer(SocketConsumer):
     shared_memory = True

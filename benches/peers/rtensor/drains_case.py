@@ -1,4 +1,4 @@
-"""The rows of the rtensor bench within one process: drains, and handles as bytes."""
+"""The rows of the rtensor bench within one process: drains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def drains(plan: Plan) -> Section:
         "from the buffer meanwhile.",
     )
     many, some = plan.drained
-    with contextlib.closing(Process("drains_and_handles_child.py")) as owner:
+    with contextlib.closing(Process("drains_child.py")) as owner:
         stored = owner.ask("store", many)
         step = min(_answer("drain_by_step", stored)["seconds"] for _ in range(plan.rounds))
     section.rows.append(
@@ -34,7 +34,7 @@ def drains(plan: Plan) -> Section:
             figure=duration(step),
         )
     )
-    with contextlib.closing(Process("drains_and_handles_child.py")) as owner:
+    with contextlib.closing(Process("drains_child.py")) as owner:
         stored = owner.ask("store", some)
         found = {
             contestant: [_answer("drain_by_ids", contestant, some, stored) for _ in range(plan.rounds)]
@@ -49,36 +49,8 @@ def drains(plan: Plan) -> Section:
     return section
 
 
-def handles(plan: Plan) -> Section:
-    """Handles as bytes."""
-    section = Section(
-        title="Handles, dumps and loads",
-        note="Handles of one remotize call, to bytes and back. AReaL: serialize_value and orjson.",
-    )
-    count = plan.handles
-    found = {
-        contestant: [_answer("handles", contestant, count) for _ in range(plan.rounds)]
-        for contestant in ("ours", _AREAL)
-    }
-    ours, theirs = (
-        Seconds.least([one["seconds"] for one in found[contestant]]) for contestant in ("ours", _AREAL)
-    )
-    size, other_size = (found[contestant][0]["bytes"] / count for contestant in ("ours", _AREAL))
-    section.rows += [
-        compared(f"{count} handles", ours, _AREAL, theirs),
-        Row(
-            case="bytes a handle",
-            ours=f"{size:.3g}",
-            peer=_AREAL,
-            peers=f"{other_size:.3g}",
-            figure=f"{size:.3g}",
-        ),
-    ]
-    return section
-
-
 def _answer(what: str, *arguments: object) -> dict[str, float]:
     """The answer of a new process."""
-    with contextlib.closing(Process("drains_and_handles_child.py")) as process:
+    with contextlib.closing(Process("drains_child.py")) as process:
         answer: dict[str, float] = process.ask(what, *arguments)
         return answer

@@ -1,6 +1,6 @@
-"""Measures within one process: drains of many entries, and handles as bytes.
+"""Measures within one process: drains of many entries.
 
-    python benches/peers/rtensor/drains_and_handles_child.py
+    python benches/peers/rtensor/drains_child.py
 
 Answers each line of JSON from its parent with one line, as `child.py` does.
 """
@@ -122,45 +122,6 @@ def _drained(fetch: Callable[[], object], drain: Callable[[], int]) -> dict[str,
     gc.enable()
     assert dropped > 0
     return {"seconds": seconds, "stall": longest}
-
-
-def handles(contestant: str, count: int) -> dict[str, float]:
-    """The seconds to have so many handles as bytes and back, and the bytes."""
-    return _carried(*(_our_handles(count) if contestant == "ours" else _areal_handles(count)))
-
-
-def _our_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
-    rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
-    return _stored(count), rtensor.dumps, rtensor.loads
-
-
-def _areal_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
-    # Imported here: ours does not need it.
-    import orjson
-
-    module, serialization = areal("infra.rpc.rtensor"), areal("infra.rpc.serialization")
-    backend = module.HttpRTensorBackend()
-    data = torch.empty(_WIDTH, device="meta")
-    made = [
-        module.RTensor(module.TensorShardInfo(backend.store(data), "127.0.0.1:40000"), data)
-        for _ in range(count)
-    ]
-    return (
-        made,
-        lambda obj: orjson.dumps(serialization.serialize_value(obj)),
-        lambda said: serialization.deserialize_value(orjson.loads(said)),
-    )
-
-
-def _carried(made: Any, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any]) -> dict[str, float]:
-    gc.collect()
-    gc.freeze()
-    begin = time.perf_counter()
-    said = dumps(made)
-    back = loads(said)
-    seconds = time.perf_counter() - begin
-    assert len(back) == len(made) and back[-1].shape == made[-1].shape
-    return {"seconds": seconds, "bytes": len(said)}
 
 
 def main() -> None:
