@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, FetchReceiver, FetchedTensor, Limits, ProcessStore, ShardId, ShardRows, StoreError, TensorMeta,
+    Dtype, FetchReceiver, FetchedTensor, Limits, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
     TensorToStore, TimeLimit, Transport, Wanted,
 };
 
@@ -17,7 +17,7 @@ const CHUNK: usize = 50_000;
 
 /// Fetches from a store in this process, as bytes or by reference.
 struct LocalTransport {
-    owner: Arc<ProcessStore>,
+    owner: Arc<TensorStore>,
     by_reference: bool,
 }
 
@@ -49,26 +49,26 @@ fn within_a_minute<T>(work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
     work(&mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut check_cancelled))
 }
 
-fn store() -> Arc<ProcessStore> {
-    ProcessStore::new(Limits { storage_bytes: 2 << 30, buffer_bytes: 2 << 30 })
+fn store() -> Arc<TensorStore> {
+    TensorStore::new(Limits { storage_bytes: 2 << 30, buffer_bytes: 2 << 30 })
 }
 
 fn meta(len: usize) -> TensorMeta {
     TensorMeta::new(Dtype::from_name("uint8").expect("a type"), [len as u64].as_slice()).expect("a shape")
 }
 
-fn put(owner: &ProcessStore, tensors: &[&[u8]]) -> Vec<ShardId> {
+fn put(owner: &TensorStore, tensors: &[&[u8]]) -> Vec<ShardId> {
     let sources: Vec<_> =
         tensors.iter().map(|bytes| TensorToStore::new(meta(bytes.len()), bytes).expect("bytes")).collect();
     within_a_minute(|time_limit| owner.put(&sources, time_limit)).expect("space")
 }
 
-fn fetch(consumer: &ProcessStore, ids: &[ShardId], len: usize, transport: &LocalTransport) -> Vec<FetchedTensor> {
+fn fetch(consumer: &TensorStore, ids: &[ShardId], len: usize, transport: &LocalTransport) -> Vec<FetchedTensor> {
     try_fetch(consumer, ids, len, transport).expect("it is all there")
 }
 
 fn try_fetch(
-    consumer: &ProcessStore,
+    consumer: &TensorStore,
     ids: &[ShardId],
     len: usize,
     transport: &LocalTransport,
@@ -80,7 +80,7 @@ fn try_fetch(
 }
 
 /// A consumer that has fetched so many small tensors, all of them in step `step`.
-fn filled(consumer: &ProcessStore, transport: &LocalTransport, step: u64, count: usize) -> Vec<ShardId> {
+fn filled(consumer: &TensorStore, transport: &LocalTransport, step: u64, count: usize) -> Vec<ShardId> {
     consumer.begin_step(step, 0).expect("a new step");
     let mut all = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
@@ -95,7 +95,7 @@ fn filled(consumer: &ProcessStore, transport: &LocalTransport, step: u64, count:
 }
 
 /// The time of `drain` or, with `is_stall`, the longest that a fetcher waited meanwhile for what is in the buffer.
-fn drained(consumer: &Arc<ProcessStore>, transport: &LocalTransport, is_stall: bool, drain: impl FnOnce()) -> Duration {
+fn drained(consumer: &Arc<TensorStore>, transport: &LocalTransport, is_stall: bool, drain: impl FnOnce()) -> Duration {
     if !is_stall {
         let begin = Instant::now();
         drain();

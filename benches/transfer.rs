@@ -11,9 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{
-    Dtype, FetchedTensor, Limits, ProcessStore, ShardId, TensorMeta, TensorToStore, TimeLimit, Wanted,
-};
+use tundish_store::{Dtype, FetchedTensor, Limits, ShardId, TensorMeta, TensorStore, TensorToStore, TimeLimit, Wanted};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -41,7 +39,7 @@ fn main() {
         println!("{name}");
         for (place, (case, _, bytes, rounds)) in CASES.into_iter().enumerate() {
             let wanted = owner.wanted(place, bytes);
-            let store = ProcessStore::new(LIMITS);
+            let store = TensorStore::new(LIMITS);
             let mut times: Vec<_> = (0..rounds + 1).map(|_| fetch(&store, &client, &wanted)).skip(1).collect();
             times.sort();
             let (shortest, middle) = (times[0], times[times.len() / 2]);
@@ -59,12 +57,12 @@ fn beside(owner: &Owner) {
     let is_over = AtomicBool::new(false);
     let mut times: Vec<Duration> = std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
+            let (store, client) = (TensorStore::new(LIMITS), Client::of_sockets());
             while !is_over.load(Ordering::Relaxed) {
                 fetch(&store, &client, &large);
             }
         });
-        let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
+        let (store, client) = (TensorStore::new(LIMITS), Client::of_sockets());
         let times = (0..SMALL).map(|_| fetch(&store, &client, &small)).collect();
         is_over.store(true, Ordering::Relaxed);
         times
@@ -74,7 +72,7 @@ fn beside(owner: &Owner) {
     println!("64 KiB beside 256 MiB: in the middle {middle:.2?}, 99 of 100 within {late:.2?}");
 }
 
-fn fetch(store: &Arc<ProcessStore>, client: &Client, wanted: &[Wanted]) -> Duration {
+fn fetch(store: &Arc<TensorStore>, client: &Client, wanted: &[Wanted]) -> Duration {
     let mut check_cancelled = || Ok(());
     let begin = Instant::now();
     let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut check_cancelled);
@@ -134,7 +132,7 @@ fn meta(bytes: u64) -> TensorMeta {
 
 /// Stores the shards of all cases, tells where, and serves until nobody listens.
 fn own() {
-    let store = ProcessStore::new(LIMITS);
+    let store = TensorStore::new(LIMITS);
     let server = Server::start(store.clone(), "127.0.0.1", 0, ServerOptions::default()).expect("a server");
     println!("{}", server.address());
     for (_, count, bytes, _) in CASES {

@@ -96,7 +96,7 @@ def test_an_address_that_a_handle_takes_travels(addr: str) -> None:
 
 @pytest.mark.parametrize("addr", ["my store", "h" * 301])
 def test_a_handle_with_a_backend_reference_is_refused_by_dumps_with_its_path(addr: str) -> None:
-    (one,) = td._native.ShardStore.put([torch.ones(1)], addr, 1.0)
+    (one,) = td._native.ShardStore().put([torch.ones(1)], addr, 1.0)
     why = r"^obj\['a'\]\[1\] is a handle that cannot travel: an address of an owner is host:port"
     with pytest.raises(InvalidTypeError, match=why):
         dumps({"a": [None, one]})

@@ -14,9 +14,9 @@ from support.rtensor.peers import Peer
 
 import tundish as td
 from tundish import rtensor
-from tundish._native import ShardStore
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, TundishError
 from tundish.rtensor import Controller, Worker, localize, remotize
+from tundish.rtensor.tensor_store import default_store
 
 WORKER = Worker("127.0.0.1:9")
 NAN = float("nan")
@@ -186,7 +186,7 @@ def test_a_server_takes_peers_and_changes_nothing_where_it_fails() -> None:
 def test_a_server_that_a_store_started_is_named_so() -> None:
     td.rtensor.serve().close()
     remotize(torch.ones(1))
-    with pytest.raises(InvalidInputError, match=r"since it called remotize, store or .*: call serve first"):
+    with pytest.raises(InvalidInputError, match=r"since remotize, store or .*: call serve first"):
         td.rtensor.serve("0.0.0.0", token="x")
     # Now the caller has it, and can close it.
     server = td.rtensor.serve()
@@ -291,10 +291,10 @@ def test_step_numbers_that_json_cannot_hold_are_refused() -> None:
                 with controller.step() as step:
                     assert step.number < (1 << 53) - 1
     # And for a process alone.
-    ShardStore.begin_step((1 << 53) - 1, 7)
+    default_store.shards.begin_step((1 << 53) - 1, 7)
     try:
         for _ in range(2):
             with td.rtensor.step() as alone:
                 assert alone.number < (1 << 53) - 1
     finally:
-        ShardStore.release_claimant(7)
+        default_store.shards.release_claimant(7)

@@ -29,7 +29,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish._native import RTensor
-    from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, RayBackend, set_backend
+    from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, RayBackend
     from tundish.rtensor.controller import Controller, Drained
     from tundish.rtensor.handles import (
         TensorShardInfo,
@@ -38,16 +38,25 @@ if TYPE_CHECKING:
         flatten_shard_ids,
         loads,
     )
-    from tundish.rtensor.monitoring import fetch_buffer_stats, process_stats, stats, storage_stats
-    from tundish.rtensor.server import Server, serve, trust
-    from tundish.rtensor.steps import Step, drain, keep, step
-    from tundish.rtensor.transfer import (
+    from tundish.rtensor.monitoring import process_stats
+    from tundish.rtensor.server import Server, trust
+    from tundish.rtensor.tensor_store import (
+        Step,
+        TensorStore,
         clear_fetch_buffer,
         clear_node,
+        drain,
         fetch,
+        fetch_buffer_stats,
+        keep,
         localize,
         remotize,
         remove,
+        serve,
+        set_backend,
+        stats,
+        step,
+        storage_stats,
         store,
     )
     from tundish.rtensor.workers import Worker
@@ -60,7 +69,6 @@ else:
                 "HttpBackend",
                 "LocalBackend",
                 "RayBackend",
-                "set_backend",
             ),
             "tundish.rtensor.controller": (
                 "Controller",
@@ -74,30 +82,28 @@ else:
                 "flatten_shard_ids",
                 "loads",
             ),
-            "tundish.rtensor.monitoring": (
-                "fetch_buffer_stats",
-                "process_stats",
-                "stats",
-                "storage_stats",
-            ),
+            "tundish.rtensor.monitoring": ("process_stats",),
             "tundish.rtensor.server": (
                 "Server",
-                "serve",
                 "trust",
             ),
-            "tundish.rtensor.steps": (
+            "tundish.rtensor.tensor_store": (
                 "Step",
-                "drain",
-                "keep",
-                "step",
-            ),
-            "tundish.rtensor.transfer": (
+                "TensorStore",
                 "clear_fetch_buffer",
                 "clear_node",
+                "drain",
                 "fetch",
+                "fetch_buffer_stats",
+                "keep",
                 "localize",
                 "remotize",
                 "remove",
+                "serve",
+                "set_backend",
+                "stats",
+                "step",
+                "storage_stats",
                 "store",
             ),
             "tundish.rtensor.workers": ("Worker",),
@@ -115,6 +121,7 @@ __all__ = [
     "Server",
     "Step",
     "TensorShardInfo",
+    "TensorStore",
     "Worker",
     "clear_fetch_buffer",
     "clear_node",

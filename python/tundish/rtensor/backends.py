@@ -15,9 +15,8 @@ import json
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import numpy as np
 import torch
@@ -37,8 +36,10 @@ from tundish.errors import (
 )
 from tundish.rtensor.dense_tensors import tensors_over
 from tundish.rtensor.handles import TensorShardInfo
-from tundish.rtensor.server import server_address, state
 from tundish.tensor_bytes import raw_bytes
+
+if TYPE_CHECKING:
+    from tundish.rtensor.tensor_store import TensorStore
 
 
 class Removed(TypedDict):
@@ -49,13 +50,14 @@ class Removed(TypedDict):
     total_bytes: int
 
 
-class Backend(ABC):
+class Backend:
     """The base class of backends: stores tensors in this process and fetches those of others.
 
-    A subclass defines `address`, and may override any other method. Several threads may call each method at once.
+    A subclass may override any method. Several threads may call each method at once.
 
     Attributes:
         shared_memory: whether shards of owners on this node are read from the owner's shared memory.
+        tensor_store: the store that it works for; `set_backend` sets it.
 
     Example:
         >>> import tundish as td
@@ -67,14 +69,33 @@ class Backend(ABC):
     """
 
     shared_memory = True
+    tensor_store: TensorStore
 
-    @abstractmethod
+    def attach(self, tensor_store: TensorStore) -> None:
+        """Begin to work for a store.
+
+        Args:
+            tensor_store: the store.
+
+        Raises:
+            InvalidInputError: this backend works for another store.
+        """
+        if getattr(self, "tensor_store", tensor_store) is not tensor_store:
+            raise InvalidInputError("this backend works for another store: make one for each store")
+        self.tensor_store = tensor_store
+
+    @property
+    def shards(self) -> ShardStore:
+        """The shards of its store."""
+        return self.tensor_store.shards
+
     def address(self) -> str:
-        """Return the owner's address in handles of this process's shards.
+        """Return the owner's address in handles of its store's shards.
 
         Returns:
             The address, `"host:port"`.
         """
+        return self.tensor_store.address()
 
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
         """Store copies of tensors, all of them or none.
@@ -86,7 +107,7 @@ class Backend(ABC):
         Returns:
             The handle of each tensor.
         """
-        return ShardStore.put(list(tensors), self.address(), timeout)
+        return self.shards.put(list(tensors), self.address(), timeout)
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
         """Store a copy of one tensor under a name.
@@ -99,7 +120,7 @@ class Backend(ABC):
         Returns:
             The handle.
         """
-        return ShardStore.put_as(shard_id, tensor, self.address(), timeout)
+        return self.shards.put_as(shard_id, tensor, self.address(), timeout)
 
     def handle_of(self, shard_id: str) -> RTensor:
         """Return the handle of a shard that this process stores.
@@ -110,7 +131,7 @@ class Backend(ABC):
         Returns:
             The handle.
         """
-        return ShardStore.handle_of(shard_id, self.address())
+        return self.shards.handle_of(shard_id, self.address())
 
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
         """Fetch the tensors of handles.
@@ -122,7 +143,7 @@ class Backend(ABC):
         Returns:
             CPU tensors in the order of the handles, which the caller may write to.
         """
-        return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
+        return tensors_over(self.shards.fetch(list(handles), timeout, self.shared_memory), handles)
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         """Remove shards that this process stores, and their fetched copies.
@@ -133,7 +154,7 @@ class Backend(ABC):
         Returns:
             The counts of what was removed.
         """
-        return _removed(ShardStore.remove(shard_ids))
+        return _removed(self.shards.remove(shard_ids))
 
     def clear(self) -> Removed:
         """Remove all stored and fetched shards of this process.
@@ -141,7 +162,7 @@ class Backend(ABC):
         Returns:
             The counts of what was removed.
         """
-        return _removed(ShardStore.clear())
+        return _removed(self.shards.clear())
 
     def stats(self) -> dict[str, Any]:
         """Count what this process stores and has fetched.
@@ -149,7 +170,7 @@ class Backend(ABC):
         Returns:
             `storage`, `buffer` and `steps`.
         """
-        found: dict[str, Any] = json.loads(ShardStore.stats())
+        found: dict[str, Any] = json.loads(self.shards.stats())
         return found
 
     def numbers(self) -> dict[str, int | float]:
@@ -158,7 +179,7 @@ class Backend(ABC):
         Returns:
             Numbers by name; see `stats`.
         """
-        return ShardStore.numbers()
+        return self.shards.numbers()
 
 
 def _removed(counts: tuple[int, int, int]) -> Removed:
@@ -181,11 +202,9 @@ class HttpBackend(Backend):
     def __init__(self, *, shared_memory: bool = True) -> None:
         self.shared_memory = shared_memory
 
-    def address(self) -> str:
-        return server_address()
 
-
-_ADDRESS = "local"
+# The address of a `LocalBackend`'s shards.
+LOCAL_ADDRESS: Final = "local"
 
 
 class LocalBackend(Backend):
@@ -200,15 +219,16 @@ class LocalBackend(Backend):
         >>> td.rtensor.set_backend(None)
     """
 
-    def __init__(self) -> None:
-        ShardStore.add_own_address(_ADDRESS)
+    def attach(self, tensor_store: TensorStore) -> None:
+        super().attach(tensor_store)
+        self.shards.add_own_address(LOCAL_ADDRESS)
 
     def address(self) -> str:
-        return _ADDRESS
+        return LOCAL_ADDRESS
 
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
         for handle in handles:
-            if handle.node_addr != _ADDRESS:
+            if handle.node_addr != LOCAL_ADDRESS:
                 raise InvalidInputError(
                     f"{handle} is served over the network, and LocalBackend reads this process only: use HttpBackend"
                 )
@@ -255,18 +275,15 @@ class RayBackend(Backend):
         self._used = 0
         self._releaser: threading.Thread | None = None
 
-    def address(self) -> str:
-        return server_address()
-
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
         def put(empty: Tensor) -> list[RTensor]:
-            return ShardStore.put([empty] * len(tensors), self.address(), timeout)
+            return self.shards.put([empty] * len(tensors), self.address(), timeout)
 
         return self._store(tensors, put, timeout)
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
         def put(empty: Tensor) -> list[RTensor]:
-            return [ShardStore.put_as(shard_id, empty, self.address(), timeout)]
+            return [self.shards.put_as(shard_id, empty, self.address(), timeout)]
 
         return self._store([tensor], put, timeout)[0]
 
@@ -319,7 +336,7 @@ class RayBackend(Backend):
         """Release the references of shards, or of all, that were removed or drained; return their bytes."""
         with self._lock:
             known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
-            gone = [self._stored.pop(name) for name in ShardStore.absent(list(known))]
+            gone = [self._stored.pop(name) for name in self.shards.absent(list(known))]
             size = sum(handle.nbytes for handle in gone)
             self._used -= size
         for handle in gone:
@@ -368,7 +385,7 @@ class RayBackend(Backend):
     def _reserve(self, size: int, timeout: float) -> Iterator[None]:
         """Reserve bytes within this process's limit, for the block. Raise `TensorStoreFullError`."""
         deadline = time.monotonic() + timeout
-        limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
+        limit: int = json.loads(self.shards.stats())["storage"]["memory"]["limit_bytes"]
         while True:
             with self._lock:
                 used = self._used
@@ -461,33 +478,3 @@ def _release_regularly(backend: weakref.ref[RayBackend]) -> None:
         one._release()
         del one
         time.sleep(_RELEASE_SECONDS)
-
-
-def set_backend(backend: Backend | None) -> None:
-    """Set the backend of this process. Shards that are stored stay where they are.
-
-    Args:
-        backend: `HttpBackend()`, `LocalBackend()` or `RayBackend()`. None is the default, `HttpBackend()`.
-
-    Raises:
-        InvalidTypeError: it is no backend, or a class instead of an instance.
-
-    Example:
-        >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
-        >>> td.rtensor.set_backend(None)
-    """
-    given: Any = backend
-    if given is not None and not isinstance(given, Backend):
-        shown = f"the class {given.__qualname__}" if isinstance(given, type) else format_type(given)
-        raise InvalidTypeError(f"backend is {shown}: give an instance, such as HttpBackend()")
-    state().backend = backend
-
-
-def current_backend() -> Backend:
-    """The backend that was set, or an `HttpBackend`."""
-    mine = state()
-    if mine.backend is None:
-        mine.backend = HttpBackend()
-    backend: Backend = mine.backend
-    return backend

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, Self
 
-from tundish._native import RTensor, ShardStore, shard_ids
+from tundish._native import RTensor, shard_ids
 from tundish.daemon_thread import DaemonThread
 from tundish.distributed import voter_of
 from tundish.errors import (
@@ -34,10 +34,11 @@ from tundish.errors import (
     format_list,
     format_type,
 )
+from tundish.rtensor.backends import LOCAL_ADDRESS
 from tundish.rtensor.handles import by_owner, handles_of, required_handles
 from tundish.rtensor.monitoring import entries_left, integer_in, warn_of_escaped
-from tundish.rtensor.server import next_step_number, server_address, split_address, state, trust_workers
-from tundish.rtensor.steps import Step
+from tundish.rtensor.server import split_address, trust_workers
+from tundish.rtensor.tensor_store import Step, TensorStore, default_store
 from tundish.rtensor.workers import HttpRequest, NoAnswerError, Worker, WorkerConnections, as_worker
 from tundish.timeouts import check_seconds
 
@@ -100,6 +101,7 @@ class Controller:
         workers: a `Worker(addr, role, rank)` for each process. Without workers, a step drains this process and the
             owners of the claimed shards only; `update` adds workers later.
         timeout: seconds within which a worker has to answer, and its `drain` function to end.
+        store: the store of this process that is drained too, and whose token is sent; None is the default one.
 
     Raises:
         InvalidInputError: an argument is invalid; or, from any method, the controller is closed or was made in the
@@ -120,11 +122,14 @@ class Controller:
         >>> server.close()
     """
 
-    def __init__(self, workers: Iterable[Worker], *, timeout: float = 30.0) -> None:
+    def __init__(
+        self, workers: Iterable[Worker], *, timeout: float = 30.0, store: TensorStore | None = None
+    ) -> None:
         timeout = check_seconds(timeout, may_be_zero=False)
         # Why it is closed, once it is.
         self._closed: str | None = None
         self._process = os.getpid()
+        self._store = default_store if store is None else store
         self._workers: dict[str, Worker] = {}
         self._connections = WorkerConnections(timeout)
         self._requests = PendingRequests(self._connections, ServerlessDrains(timeout))
@@ -161,7 +166,7 @@ class Controller:
         own = ""
         error: BaseException | None = None
         try:
-            own = json.dumps([server_address(), role])
+            own = json.dumps([default_store.address(), role])
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         collected = json.loads(voter.combine(own, _joined, error, what="collect the addresses of the ranks"))
@@ -201,7 +206,8 @@ class Controller:
             raise InvalidInputError(
                 "two workers serve at one address: give each process's own address, as its server.addr has it"
             )
-        trust_workers(worker.addr for worker in given if worker.drain is None)
+        addresses = [worker.addr for worker in given if worker.drain is None]
+        trust_workers(self._store.server, addresses)
         with self._closed_if_interrupted():
             known, self._workers = self._workers.keys(), by_address
             self._connections.keep_only(by_address.keys())
@@ -242,7 +248,7 @@ class Controller:
             ids = shard_ids(handles)
             if not ids:
                 return Drained(0, 0, 0, {}, {})
-            ShardStore.clear_buffer(ids)
+            self._store.shards.clear_buffer(ids)
             drop = HttpRequest("DELETE", "/buffer/clear", ids)
             dropped = self._requests.send_until_done(
                 WorkerRequest(worker, drop, ids) for worker in self._workers.values()
@@ -337,7 +343,7 @@ class Controller:
             if self._step is not None:
                 self._step.kept_by_some.update(ids)
             answers = self._requests.send(requests)
-            kept = ShardStore.keep(ids)
+            kept = self._store.shards.keep(ids)
             raise_failures("could not be told what to keep", answers)
             if self._step is not None:
                 self._step.kept.update(
@@ -384,7 +390,7 @@ class Controller:
     def _release_claims(self) -> None:
         """Give up the current step and its claims: a worker notices the end of its connection."""
         self._connections.close()
-        ShardStore.release_claimant(self._claimant)
+        self._store.shards.release_claimant(self._claimant)
 
     @contextlib.contextmanager
     def _closed_if_interrupted(self) -> Iterator[None]:
@@ -406,11 +412,11 @@ class Controller:
 
     def _begin(self, handles: list[RTensor], owners: dict[str, list[str]]) -> OpenStep:
         """Begin a step on every worker and claim its shards, or give everything up."""
-        number = next_step_number()
+        number = self._store.next_step_number()
         try:
-            server = state().server
+            server = self._store.server
             if server is None or server.addr not in self._workers:
-                ShardStore.begin_step(number, self._claimant)
+                self._store.shards.begin_step(number, self._claimant)
             begin = HttpRequest("POST", f"/step/{number}/begin")
             answers = self._requests.send((worker, begin) for worker in self._serving_workers())
             raise_failures(f"did not begin step {number}", answers)
@@ -456,8 +462,8 @@ class Controller:
         consumers = [worker for worker in self._workers.values() if worker.addr not in ending]
         end = HttpRequest("POST", f"/step/{step.number}/end")
         send = self._requests.send_until_done
-        ShardStore.clear_buffer([*ids, *by_name])
-        ShardStore.end_step(step.number)
+        self._store.shards.clear_buffer([*ids, *by_name])
+        self._store.shards.end_step(step.number)
         counts = send(WorkerRequest(worker, end, ids) for worker in consumers)
         counts |= send(WorkerRequest(self._worker_at(owner), end, ids) for owner in ending)
         answers = dict(counts)
@@ -681,7 +687,7 @@ def total(answers: Mapping[Worker, Any], key: str) -> int:
 def _check_owners(addresses: Iterable[str]) -> None:
     """Raise `InvalidInputError` for owners that no controller reaches."""
     for addr in addresses:
-        if addr == "local":
+        if addr == LOCAL_ADDRESS:
             raise InvalidInputError(
                 "LocalBackend made one of these handles: only its own process can drain the shard, with "
                 "rtensor.step() or rtensor.drain()"

@@ -1,9 +1,12 @@
-"""Makes dense host tensors of any tensors, to be stored, and tensors of fetched bytes."""
+"""Tensors on their way: made dense and trimmed to be stored, made of fetched bytes, and received into buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+import copy
+from collections import UserDict
+from collections.abc import Iterable, Sequence, Set
+from functools import partial
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -11,11 +14,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish import _native, tree
+from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
 from tundish.tensor_bytes import extent
 from tundish.tree import DLPACK_EXCHANGE, NUMPY_DTYPES, Refusal
 
+_MASK: Final = "attention_mask"
+# A floating-point mask may be additive, and cuts nothing.
+_MASK_DTYPES: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STORED_DTYPES: Final = frozenset(_native.stored_dtypes())
 
 
@@ -80,6 +86,128 @@ def _has_memory(tensor: Tensor) -> bool:
         return False
     end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
     return bool(end <= tensor.untyped_storage().nbytes())
+
+
+def distinct_tensors(obj: Any, trim: bool | Sequence[str]) -> tuple[list[Tensor], list[int]]:
+    """The dense tensors in `obj`, trimmed as `remotize` says, each once; and for each use its place among them."""
+    names = _names_to_trim(trim)
+    found: list[Tensor] = []
+    places: list[int] = []
+    place_of: dict[Any, int] = {}
+    # Keeps every tensor alive, so that no other one takes its address meanwhile.
+    alive: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        place = place_of.setdefault(_identity(tensor), len(found))
+        if place == len(found):
+            found.append(dense(tensor))
+        places.append(place)
+        return tensor
+
+    tree.map(collect, obj, enter=None if names is None else partial(_trimmed, names))
+    return found, places
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for tensors that show the same values in the same memory."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return id(tensor)
+    # Tensors inside a transformation have no address, and those without memory may stand for zeros.
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.data_ptr():
+        return id(tensor)
+    form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg())
+    return tensor.data_ptr(), form
+
+
+def _names_to_trim(trim: Any) -> Set[str] | None:
+    """The names that `trim` adds to tensors of the mask's shape; None trims nothing."""
+    if isinstance(trim, bool):
+        return frozenset() if trim else None
+    if isinstance(trim, str) or not isinstance(trim, Iterable):
+        raise InvalidTypeError(f'trim is {trim!r}: give True, False, or names such as ("logits",)')
+    names = list(trim)
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidTypeError(f'trim is {trim!r}: give names of tensors, such as ("logits",)')
+    return frozenset(names)
+
+
+def _trimmed(names: Set[str], container: Any) -> Any:
+    """A dict without trailing columns that no row of its mask uses; or the same one."""
+    if not isinstance(container, (dict, UserDict)):
+        return container
+    mask = container.get(_MASK)
+    if not _is_dense_table(mask) or mask.dtype not in _MASK_DTYPES or not mask.numel() or not is_whole(mask):
+        return container
+    columns = mask.shape[-1]
+    used = mask.detach().ne(0).reshape(-1, columns).any(0).nonzero()
+    width = int(used[-1]) + 1 if len(used) else 0
+    copied = copy.copy(container)
+    for key, value in container.items():
+        if key in names and isinstance(value, Tensor):
+            if not _is_dense_table(value) or value.shape[: mask.ndim] != mask.shape:
+                raise InvalidInputError(
+                    f"trim names {key!r}, whose shape {tuple(value.shape)} does not begin with that of {_MASK}, "
+                    f"{tuple(mask.shape)}: name tensors with the mask's rows and columns"
+                )
+            copied[key] = value.narrow(mask.ndim - 1, 0, width)
+        elif _is_dense_table(value) and value.shape == mask.shape:
+            copied[key] = value[..., :width]
+    return container if width == columns else copied
+
+
+def _is_dense_table(value: Any) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_meta
+        and value.ndim >= 2
+    )
+
+
+def output_buffers(out: Any, handles: list[_native.RTensor]) -> list[Tensor]:
+    """The tensors of `out`, one for each handle.
+
+    Raises:
+        InvalidTypeError: `out` contains anything but dense tensors with memory.
+        InvalidInputError: a tensor does not fit its handle, or has no memory of its own for each value.
+    """
+    if not isinstance(out, Iterable):
+        raise InvalidTypeError(f"out is {format_type(out)}: give a tensor, or a list of tensors")
+    buffers = [out] if isinstance(out, Tensor) else list(out)
+    if len(buffers) != len(handles):
+        raise InvalidInputError(
+            f"out has {format_count(len(buffers), 'tensor')} and obj has {format_count(len(handles), 'handle')}: "
+            "give a tensor for each handle"
+        )
+    for number, (handle, buffer) in enumerate(zip(handles, buffers, strict=True)):
+        _check_buffer(number, buffer, handle)
+    return buffers
+
+
+def _check_buffer(number: int, buffer: Any, handle: _native.RTensor) -> None:
+    if not isinstance(buffer, Tensor):
+        raise InvalidTypeError(f"out[{number}] is {format_type(buffer)}: give a tensor")
+    if buffer.layout is not torch.strided or buffer.is_nested or buffer.is_meta:
+        raise InvalidTypeError(
+            f"out[{number}] is not dense, or is on the device meta: give a dense tensor with memory"
+        )
+    if buffer.dtype != handle.dtype or buffer.shape != handle.shape:
+        raise InvalidInputError(
+            f"out[{number}] is {buffer.dtype} of shape {tuple(buffer.shape)}, and its handle is "
+            f"{handle.dtype} of shape {tuple(handle.shape)}: give a tensor like the handle"
+        )
+    if not is_whole(buffer):
+        raise InvalidInputError(
+            f"out[{number}] has no memory for its values, because its storage was freed or cut: give another tensor"
+        )
+    if any(not step and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise InvalidInputError(
+            f"out[{number}] is expanded, so several of its elements share memory: give a clone() of it"
+        )
+    if buffer.requires_grad:
+        raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:

@@ -339,6 +339,12 @@ def replace_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
     return tree.map(function, obj, kinds=RTensor)
 
 
+def check_shard_id(shard_id: Any) -> None:
+    """Raise `InvalidTypeError` for anything but a string."""
+    if not isinstance(shard_id, str):
+        raise InvalidTypeError(f"shard_id is {format_type(shard_id)}: give the name of a shard, a string")
+
+
 def check_shard_ids(shard_ids: Any, function: str) -> None:
     """Raise `InvalidTypeError` for anything but an iterable of shard ids, such as a handle or a dict of handles."""
     if not isinstance(shard_ids, Iterable) or isinstance(shard_ids, (bytes, Mapping)):

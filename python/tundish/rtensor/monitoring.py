@@ -7,93 +7,15 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
-import time
 from collections.abc import Iterable
 from typing import Any
 
-from tundish._native import ShardStore
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.server import state
 from tundish.rtensor.workers import HttpRequest, Worker, WorkerConnections, as_worker
 from tundish.timeouts import check_seconds
 
 _log = logging.getLogger("tundish.rtensor")
-# A job may fetch for long before its first step.
-_SECONDS_WITHOUT_STEP = 60.0
-
-
-def stats() -> dict[str, int | float]:
-    """Count what this process stores and has fetched.
-
-    Returns:
-        Numbers by name, which `/metrics` of its server shows too. Names end with their unit (`_bytes`, `_seconds`,
-        `_tensors`, `_steps`); `buffer_hits`, `buffer_misses` and `late_tensors_refused` only rise.
-
-    Example:
-        >>> import tundish as td
-        >>> numbers = td.rtensor.stats()
-        >>> numbers["stored_tensors"], numbers["fetched_bytes"]
-        (0, 0)
-    """
-    # Not above: backends import torch.
-    from tundish.rtensor.backends import current_backend
-
-    return current_backend().numbers()
-
-
-def storage_stats() -> dict[str, Any]:
-    """Counts of the shards that this process stores.
-
-    Returns:
-        A dict with these counts:
-
-        - `num_tensors`, `total_bytes`: all stored tensors.
-        - `unclaimed_entries`, `unclaimed_bytes`: those that no step claims; `oldest_unclaimed_seconds` is the age of
-          the oldest.
-        - `high_water_bytes`: the largest `total_bytes` so far.
-        - `memory`: bytes of allocated memory. `limit_bytes`; `used_bytes`; `idle_bytes`, kept for the next tensors;
-          `escaped_bytes`, of removed tensors that are still in use.
-
-    Example:
-        >>> import tundish as td
-        >>> td.rtensor.storage_stats()["num_tensors"]
-        0
-    """
-    # Not above: backends import torch.
-    from tundish.rtensor.backends import current_backend
-
-    storage = current_backend().stats()["storage"]
-    return {"num_tensors": storage.pop("num_entries"), **storage}
-
-
-def fetch_buffer_stats() -> dict[str, Any]:
-    """Counts of what this process fetched and holds until the end of the step.
-
-    Returns:
-        A dict with these counts:
-
-        - `num_entries`, `total_bytes`: all fetched tensors.
-        - `kept_entries`, `kept_bytes`: those that outlive the step, because `keep` was called for them.
-        - `high_water_bytes`: the largest `total_bytes` so far.
-        - `hits`, `misses`: tensors that were in the buffer, and tensors that had to be fetched.
-        - `in_flight`: tensors that are being fetched.
-        - `late_inserts_refused`: tensors that arrived after their step had ended.
-        - `oldest_step`: the oldest step that still has bytes, or None.
-        - `memory`: bytes of allocated memory, as in `storage_stats`.
-
-    Example:
-        >>> import tundish as td
-        >>> td.rtensor.fetch_buffer_stats()["num_entries"]
-        0
-    """
-    # Not above: backends import torch.
-    from tundish.rtensor.backends import current_backend
-
-    found: dict[str, Any] = current_backend().stats()["buffer"]
-    return found
 
 
 def process_stats(
@@ -181,16 +103,12 @@ def integer_in(answer: dict[str, Any], key: str) -> int:
     return found if isinstance(found, int) else 0
 
 
-def warn_if_no_step_began() -> None:
-    """Warn once, if this process has fetched for a minute and no step ever began in it. Cheap."""
-    mine = state()
-    now = time.monotonic()
-    if mine.step_check_due is None:
-        mine.step_check_due = now + _SECONDS_WITHOUT_STEP
-    if now < mine.step_check_due:
-        return
-    mine.step_check_due = math.inf
-    stats = json.loads(ShardStore.stats())
+def warn_of_fetches_without_step(stats: dict[str, Any]) -> None:
+    """Warn if a store has fetched, and no step ever began in it.
+
+    Args:
+        stats: its counts, as `/stats` answers them.
+    """
     # A step that fetched nothing here claimed shards only: this process is no worker of that controller.
     if stats["current_step"] is None and not any(step["fetched_bytes"] for step in stats["steps"]):
         _log.warning(

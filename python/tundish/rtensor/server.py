@@ -1,9 +1,8 @@
-"""`Server`: serves what this process stores, and lets a controller drain what it holds. Does not import torch.
+"""`Server`: serves what a store holds, and lets a controller drain it. Does not import torch.
 
 Invariants:
-    A process has one server.
     A token is sent only to addresses that this process was told of, never to any address that a handle names.
-    A child made by `fork` starts with a new state: it serves nothing, is in no step, and has no tokens.
+    A child made by `fork` has no tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +11,8 @@ import ipaddress
 import logging
 import operator
 import os
-import secrets
 import stat
-import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -28,12 +23,9 @@ from tundish.regular_files import read_regular_file
 
 _log = logging.getLogger("tundish.rtensor")
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK: Final = "127.0.0.1"
 # Far more than any chain of certificates has.
 _PEM_BYTES = 1 << 20
-
-# Seconds, of calls that store or fetch.
-DEFAULT_TIMEOUT: Final = 60.0
 
 
 class Trust(NamedTuple):
@@ -48,79 +40,38 @@ class Trust(NamedTuple):
     certificates: bytes | None = None
 
 
-@dataclass
-class ProcessState:
-    """The state of one process.
-
-    Attributes:
-        backend: the `Backend` of this process, if one was set or used.
-        server: its `Server`, if it serves.
-        claimant: identifies the claims of this process's own steps.
-        last_step: the number of the last step that began here or on a controller here.
-        in_step: whether a step of this process alone is under way.
-        kept: ids of other processes' shards that this process keeps beyond the end of a step.
-        trusted: the token to send and the certificates to trust, by address.
-        step_check_due: when to check whether any step ever began (`time.monotonic`); None before the first fetch.
-    """
-
-    pid: int = field(default_factory=os.getpid)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    claimant: int = field(default_factory=lambda: secrets.randbits(63))
-    # Their modules import this one.
-    backend: Any = None
-    server: Any = None
-    last_step: int = 0
-    in_step: bool = False
-    kept: set[str] = field(default_factory=set)
-    trusted: dict[str, Trust] = field(default_factory=dict)
-    step_check_due: float | None = None
-
-
-_state = ProcessState()
-
-
-def state() -> ProcessState:
-    """The state of this process."""
-    global _state
-    if _state.pid != os.getpid():
-        _state = ProcessState()
-    return _state
-
-
-def next_step_number() -> int:
-    """The number of a new step: the time in microseconds, so that steps of several controllers differ and grow."""
-    mine = state()
-    with mine.lock:
-        mine.last_step = max(mine.last_step + 1, time.time_ns() // 1000)
-        return mine.last_step
-
+# By address. A child made by `fork` trusts none.
+trusted: Final[dict[str, Trust]] = {}
+os.register_at_fork(after_in_child=trusted.clear)
 
 # The default of `token` in `trust`. No string, since callers may pass any.
 _NOT_GIVEN: Final[Any] = object()
 
 # Paths of the PEM files of a certificate and its private key.
-_Tls = tuple[str | os.PathLike[str], str | os.PathLike[str]]
+Tls = tuple[str | os.PathLike[str], str | os.PathLike[str]]
 
 
-class _Options(NamedTuple):
-    """The arguments that a server was started with."""
+class ServerOptions(NamedTuple):
+    """The arguments of `serve`, but for `peers`."""
 
     host: str
     port: int
     token: str | None
     limit_bytes: int | None
     buffer_limit_bytes: int | None
-    tls: _Tls | None
+    tls: Tls | None
     open_metrics: bool
 
 
 class Server:
-    """The server of this process. A context manager that closes it.
+    """The server of a store. A context manager that closes it.
 
     Attributes:
         addr: its address for other processes, `"host:port"`, as handles name it.
         token: the token that a request has to carry, or None.
         certificate: path of the PEM file with its certificate, or None without TLS.
+        options: the arguments that it was started with.
+        is_closed: whether it was closed.
 
     Example:
         >>> import tundish as td
@@ -129,21 +80,17 @@ class Server:
         ('127.0.0.1', None, None)
     """
 
-    def __init__(self, addr: str, native: _native.ShardServer, options: _Options) -> None:
+    def __init__(self, addr: str, native: _native.ShardServer, options: ServerOptions) -> None:
         self.addr = addr
         self.token = options.token
         self.certificate = None if options.tls is None else options.tls[0]
+        self.options = options
+        self.is_closed = False
         self._native = native
-        self._options = options
-        # Whether a call that stores or fetches started it, and nobody called `serve`.
-        self._is_implicit = False
 
     def close(self) -> None:
         """Stop serving. Shards stay stored, and no other process can fetch them. Idempotent."""
-        mine = state()
-        with mine.lock:
-            if mine.server is self:
-                mine.server = None
+        self.is_closed = True
         self._native.close()
 
     def __enter__(self) -> Self:
@@ -156,71 +103,11 @@ class Server:
         return f"<Server at {self.addr}>"
 
 
-def serve(
-    host: str = _LOOPBACK,
-    port: int = 0,
-    token: str | None = None,
-    limit_bytes: int | None = None,
-    *,
-    buffer_limit_bytes: int | None = None,
-    peers: Iterable[str] = (),
-    tls: _Tls | None = None,
-    open_metrics: bool = False,
-) -> Server:
-    """Serve what this process stores. Call it once in every process that stores or fetches.
-
-    Called again with the same arguments, it returns the same server.
-
-    Args:
-        host: the address to listen on. Any but a loopback address needs a token. `0.0.0.0` listens on all addresses
-            of the machine; handles then name the one that leads outside.
-        port: the port to listen on; 0 takes a free one.
-        token: the token that every request has to carry. Without one, only processes of the same user on this machine
-            are answered. Without `tls` it travels in the clear.
-        limit_bytes: memory limit of stored shards, in bytes; by default a quarter of what the process can have.
-        buffer_limit_bytes: memory limit of the fetch buffer, in bytes; the same default.
-        peers: addresses of other processes to which this one sends the token, over TLS if it serves over TLS. `trust`
-            adds more. A `Controller` adds its workers.
-        tls: paths of two PEM files, the certificate and its private key. The server then speaks TLS. The first file may
-            hold more certificates, such as that of the authority. This process trusts peers with one of these
-            certificates, and peers whose certificate one of these signed.
-        open_metrics: answer `/metrics` and `/health` to everybody who reaches the port.
-
-    Returns:
-        The server, which is closed by its `close()` or as a context manager.
-
-    Raises:
-        InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
-        InvalidTypeError: an argument has the wrong type.
-        StorageError: the port is taken, or a file cannot be read (an `OSError` with its `errno`).
-
-    Example:
-        >>> import tundish as td
-        >>> server = td.rtensor.serve()  # between nodes: serve("0.0.0.0", token=..., tls=(certificate, key))
-        >>> server.close()
-    """
-    options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
-    _check_options(options)
-    if isinstance(peers, str) or not isinstance(peers, Iterable):
-        raise InvalidTypeError(f'peers is {peers!r}: give a list of addresses, "host:port"')
-    others = list(peers)
-    for addr in others:
-        split_address(addr)
-    mine = state()
-    with mine.lock:
-        if mine.server is None:
-            mine.server = _start(options)
-        elif mine.server._options != options:
-            raise InvalidInputError(_already_serving(mine.server))
-        server: Server = mine.server
-        server._is_implicit = False
-        trust(*others, token=token, tls=server.certificate)
-        return server
-
-
-def _start(options: _Options) -> Server:
+def start_server(shards: _native.ShardStore, options: ServerOptions) -> Server:
+    """Start a server of `shards`, and set their limits."""
     host, tls = options.host, options.tls
     native = _native.ShardServer(
+        shards,
         host.removeprefix("[").removesuffix("]"),
         options.port,
         options.token,
@@ -232,19 +119,20 @@ def _start(options: _Options) -> Server:
     # After the server started: a failure leaves the limits as they were.
     default = 4 * _native.default_arena_limit()
     limits = (options.limit_bytes, options.buffer_limit_bytes)
-    _native.ShardStore.set_limits(*(default if limit is None else limit for limit in limits))
+    shards.set_limits(*(default if limit is None else limit for limit in limits))
     addr = f"{_reachable_host(host)}:{native.port}"
-    _native.ShardStore.add_own_address(addr)
+    shards.add_own_address(addr)
     return Server(addr, native, options)
 
 
-def _already_serving(server: Server) -> str:
-    if server._is_implicit:
+def already_serving(server: Server, *, is_implicit: bool) -> str:
+    """Why a store cannot serve with other arguments than `server`, which a call began if `is_implicit`."""
+    if is_implicit:
         return (
-            f"this process serves at {server.addr} with the default arguments already, since it called remotize, "
-            "store or Controller.from_group before serve: call serve first"
+            f"this store serves at {server.addr} with the default arguments already, since remotize, store or "
+            "Controller.from_group was called before serve: call serve first"
         )
-    return f"this process serves at {server.addr} already, with other arguments: close that server first"
+    return f"this store serves at {server.addr} already, with other arguments: close that server first"
 
 
 def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLike[str] | None = None) -> None:
@@ -274,28 +162,18 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
     certificates = None if tls is None else _read_pem(tls, "certificates")
     for addr in addresses:
         _native.trust_owner(addr, token, tls=certificates)
-        state().trusted[addr] = Trust(token, certificates)
+        trusted[addr] = Trust(token, certificates)
 
 
-def trust_workers(addresses: Iterable[str]) -> None:
-    """Trust addresses as this process's own server is trusted, if `trust` was not called with them."""
-    mine = state()
-    if mine.server is not None and (mine.server.token or mine.server.certificate):
-        unknown = [addr for addr in addresses if addr not in mine.trusted]
-        trust(*unknown, token=mine.server.token, tls=mine.server.certificate)
+def trust_workers(server: Server | None, addresses: Iterable[str]) -> None:
+    """Trust addresses as `server`, if `trust` was not called with them."""
+    if server is not None and (server.token or server.certificate):
+        unknown = [addr for addr in addresses if addr not in trusted]
+        trust(*unknown, token=server.token, tls=server.certificate)
 
 
-def server_address() -> str:
-    """The address of this process's server, which starts on loopback if there is none."""
-    mine = state()
-    with mine.lock:
-        if mine.server is None:
-            serve()._is_implicit = True
-        addr: str = mine.server.addr
-    return addr
-
-
-def _check_options(options: _Options) -> None:
+def check_options(options: ServerOptions, peers: Iterable[str]) -> None:
+    """Raise `InvalidInputError` or `InvalidTypeError` for invalid arguments of `serve`."""
     host = options.host
     if not isinstance(host, str) or not host:
         raise InvalidTypeError(f"host is {host!r}: give the name or the address to listen on")
@@ -312,6 +190,10 @@ def _check_options(options: _Options) -> None:
             raise InvalidInputError(
                 f"{name} is {limit!r}: give a number of bytes, at least 1 and below 2**63"
             )
+    if isinstance(peers, str) or not isinstance(peers, Iterable):
+        raise InvalidTypeError(f'peers is {peers!r}: give a list of addresses, "host:port"')
+    for addr in peers:
+        split_address(addr)
 
 
 def _read_pem(path: str | os.PathLike[str], what: str) -> bytes:
@@ -319,7 +201,7 @@ def _read_pem(path: str | os.PathLike[str], what: str) -> bytes:
     return content
 
 
-def _warn_of_tls(native: _native.ShardServer, tls: _Tls) -> None:
+def _warn_of_tls(native: _native.ShardServer, tls: Tls) -> None:
     """Warn of a certificate that clients refuse, and of a key that is no secret."""
     certificate, key = os.fspath(tls[0]), os.fspath(tls[1])
     if native.certificate_problem is not None:
@@ -347,7 +229,7 @@ def _reachable_host(host: str) -> str:
     except ValueError:
         return host
     if numbers.is_unspecified:
-        return address_towards(OUTSIDE) or _LOOPBACK
+        return address_towards(OUTSIDE) or LOOPBACK
     return f"[{numbers}]" if numbers.version == 6 else str(numbers)
 
 

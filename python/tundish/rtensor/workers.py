@@ -22,7 +22,7 @@ from tundish.errors import (
     TransferError,
     format_type,
 )
-from tundish.rtensor.server import Trust, split_address, state
+from tundish.rtensor.server import Trust, split_address, trusted
 
 # Ids in one request, the most that a worker takes.
 _MOST_IDS = 1 << 16
@@ -169,7 +169,7 @@ class WorkerConnections:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, worker: Worker, request: HttpRequest) -> Any:
-        trust = state().trusted.get(worker.addr, Trust())
+        trust = trusted.get(worker.addr, Trust())
         with self._lock:
             client = self._clients.get(worker.addr)
             if client is None:

@@ -76,11 +76,9 @@ mod _native {
     #[pymodule_export]
     use super::shm::task_queue::{TaskQueue, available_processors, exit_with_parent};
     #[pymodule_export]
-    #[pymodule_export]
     use super::store::dtypes::stored_dtypes;
     #[pymodule_export]
     use super::store::handle::RTensor;
-    #[pymodule_export]
     #[pymodule_export]
     use super::store::http::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]

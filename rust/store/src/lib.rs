@@ -1,7 +1,7 @@
 //! Tensor shards: stored by the process that owns them, fetched and buffered by those that use them.
 //!
-//! A [`ProcessStore`] is the store of one process. As an owner it holds shards that were put or sent to it; as a
-//! consumer it keeps the shards that it fetched in a buffer.
+//! A [`TensorStore`] holds, as an owner, shards that were put into it; as a consumer it keeps the shards that it fetched
+//! in a buffer. A process may have several.
 //!
 //! Invariants:
 //!
@@ -11,7 +11,7 @@
 //!    evicted.
 //! 3. Tensors handed out are copy-on-write: no consumer sees what another one, or the owner, writes. Memory is used
 //!    again only when its last view, in whichever process, has ended.
-//! 4. A child made by `fork` starts empty.
+//! 4. A child made by `fork` does not use the stores of its parent: it forgets them, and makes its own.
 
 #![deny(unsafe_code)]
 
@@ -21,10 +21,10 @@ mod error;
 mod fetch;
 pub mod http;
 mod memory;
-mod process_store;
 mod shard_id;
 mod stats;
 mod tensor_meta;
+mod tensor_store;
 mod time_limit;
 
 pub use checksum::RunningChecksum;
@@ -33,12 +33,12 @@ pub use fetch::{FetchReceiver, Transport, Wanted};
 pub use memory::attached_segments::SegmentRange;
 pub use memory::fetched_tensor::FetchedTensor;
 pub use memory::tensor::{OutgoingShard, TensorToStore};
-pub use process_store::ProcessStore;
 pub use shard_id::{InvalidShardId, Rows, ShardId, ShardRows};
 pub use stats::{
     BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Number, Removed, Stats, StepStats, StorageStats, Value,
 };
 pub use tensor_meta::{Dtype, Shape, TensorMeta};
+pub use tensor_store::TensorStore;
 pub use time_limit::{CheckCancelled, TimeLimit};
 
 /// The number of a step, given by its controller. Numbers are only compared for equality.

@@ -1,6 +1,6 @@
 //! Names of shards.
 //!
-//! A name is text that can stand in a URL and in a header. The names that a [`ProcessStore`](crate::ProcessStore) gives
+//! A name is text that can stand in a URL and in a header. The names that a [`TensorStore`](crate::TensorStore) gives
 //! are made of a number drawn once a process and a counter. They are held as these two, in 24 bytes. Any other text is
 //! held as it is.
 

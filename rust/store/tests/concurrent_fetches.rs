@@ -7,9 +7,9 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Dtype, Limits, ProcessStore, ShardId, StoreError, TensorMeta, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{Dtype, Limits, ShardId, StoreError, TensorMeta, TensorStore, TensorToStore, TimeLimit, Wanted};
 
-fn pair(tensors: &[Vec<u8>]) -> (Arc<ProcessStore>, Arc<ProcessStore>, LocalTransport, Vec<ShardId>) {
+fn pair(tensors: &[Vec<u8>]) -> (Arc<TensorStore>, Arc<TensorStore>, LocalTransport, Vec<ShardId>) {
     let (owner, consumer, transport) = common::pair(SendAs::Bytes);
     let ids = put(&owner, tensors).unwrap();
     (owner, consumer, transport, ids)
@@ -144,7 +144,7 @@ fn join(
     then: &[&[Wanted]],
     mut transport: LocalTransport,
 ) -> (Vec<Result<Vec<u8>, StoreError>>, usize) {
-    let consumer = ProcessStore::new(LIMITS);
+    let consumer = TensorStore::new(LIMITS);
     let goes_on = Arc::new(AtomicBool::new(false));
     transport.before = Box::new({
         let goes_on = Arc::clone(&goes_on);
@@ -296,9 +296,9 @@ fn steps_that_have_ended_take_nothing_more() {
 
 #[test]
 fn all_owners_are_asked_at_once_and_one_that_fails_calls_the_others_off() {
-    let consumer = ProcessStore::new(LIMITS);
+    let consumer = TensorStore::new(LIMITS);
     let mut transport = LocalTransport::new(SendAs::Bytes);
-    let owners: Vec<_> = (0..6).map(|_| ProcessStore::new(LIMITS)).collect();
+    let owners: Vec<_> = (0..6).map(|_| TensorStore::new(LIMITS)).collect();
     let mut wanted: Vec<Wanted> = Vec::new();
     for (number, owner) in owners.iter().enumerate() {
         let address = format!("owner{number}");
@@ -355,7 +355,7 @@ fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
 #[test]
 fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
     let limit = 1 << 20;
-    let owner = ProcessStore::new(Limits { storage_bytes: limit, ..LIMITS });
+    let owner = TensorStore::new(Limits { storage_bytes: limit, ..LIMITS });
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -376,7 +376,7 @@ fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
 #[test]
 fn concurrent_calls_leave_nothing_and_mix_no_bytes() {
     let limits = Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 };
-    let (owner, consumer) = (ProcessStore::new(limits), ProcessStore::new(limits));
+    let (owner, consumer) = (TensorStore::new(limits), TensorStore::new(limits));
     let transport = LocalTransport::new(SendAs::Bytes);
     transport.add(OWNER, &owner);
     let is_over = AtomicBool::new(false);

@@ -5,12 +5,12 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pair, put, whole, within};
-use tundish_store::{Limits, ProcessStore, StoreError, TensorToStore, TimeLimit};
+use tundish_store::{Limits, StoreError, TensorStore, TensorToStore, TimeLimit};
 
 #[test]
 fn at_the_limit_a_store_waits_and_then_says_so() {
     let limits = Limits { storage_bytes: 4 << 20, buffer_bytes: 1 << 20 };
-    let owner = ProcessStore::new(limits);
+    let owner = TensorStore::new(limits);
     let first = put(&owner, &[vec![1; 3 << 20]]).unwrap();
     let bytes = vec![2; 2 << 20];
     let source = || TensorToStore::new(bytes_meta(2 << 20), &bytes).unwrap();
@@ -42,8 +42,8 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
 
 #[test]
 fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
-    let owner = ProcessStore::new(LIMITS);
-    let consumer = ProcessStore::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
+    let owner = TensorStore::new(LIMITS);
+    let consumer = TensorStore::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
     let transport = LocalTransport::new(SendAs::Bytes);
     transport.add(OWNER, &owner);
     let ids = put(&owner, &vec![vec![1; 400_000]; 3]).unwrap();
@@ -67,7 +67,7 @@ fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
 #[test]
 fn escaped_bytes_count_against_the_limit_until_their_views_end() {
     let (owner, _, transport) = pair(SendAs::Bytes);
-    let consumer = ProcessStore::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
+    let consumer = TensorStore::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
     let ids = put(&owner, &[vec![1; 700_000], vec![2; 700_000]]).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 700_000)).collect();
     let view = fetch(&consumer, &wanted[..1], &transport).unwrap();
@@ -82,7 +82,7 @@ fn escaped_bytes_count_against_the_limit_until_their_views_end() {
 fn however_many_tensors_escape_their_bytes_count_against_the_limit() {
     const LEN: usize = 300_000;
     let (owner, _, transport) = pair(SendAs::Bytes);
-    let consumer = ProcessStore::new(Limits { buffer_bytes: 50 << 20, ..LIMITS });
+    let consumer = TensorStore::new(Limits { buffer_bytes: 50 << 20, ..LIMITS });
     let mut kept = Vec::new();
     let error = loop {
         let ids = put(&owner, &[vec![1; LEN]]).unwrap();

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, whole, within};
-use tundish_store::{ProcessStore, ShardId, StoreError, TensorToStore};
+use tundish_store::{ShardId, StoreError, TensorStore, TensorToStore};
 
 const MANY: usize = 100_000;
 const CHUNK: usize = 50_000;
 
-fn fill(owner: &ProcessStore, count: usize) -> Vec<ShardId> {
+fn fill(owner: &TensorStore, count: usize) -> Vec<ShardId> {
     let bytes = [7u8; 8];
     let mut ids = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
@@ -22,7 +22,7 @@ fn fill(owner: &ProcessStore, count: usize) -> Vec<ShardId> {
     ids
 }
 
-fn fetch_all(consumer: &ProcessStore, ids: &[ShardId], transport: &LocalTransport) {
+fn fetch_all(consumer: &TensorStore, ids: &[ShardId], transport: &LocalTransport) {
     for some in ids.chunks(CHUNK) {
         let wanted: Vec<_> = some.iter().map(|id| whole(OWNER, id, 8)).collect();
         drop(fetch(consumer, &wanted, transport).unwrap());
@@ -31,7 +31,7 @@ fn fetch_all(consumer: &ProcessStore, ids: &[ShardId], transport: &LocalTranspor
 
 /// How long `work` took, and the longest that one who takes what is in the buffer waited meanwhile.
 fn longest_wait(
-    consumer: &ProcessStore,
+    consumer: &TensorStore,
     transport: &LocalTransport,
     id: &ShardId,
     work: impl FnOnce(),
@@ -66,7 +66,7 @@ fn longest_wait(
 #[test]
 fn a_fetch_does_not_wait_for_a_drain() {
     let (owner, consumer, transport) =
-        (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
+        (TensorStore::new(LIMITS), TensorStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
     transport.add(OWNER, &owner);
     let kept = fill(&owner, 1);
     fetch_all(&consumer, &kept, &transport);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::SegmentAddress;
 use tundish_store::{
-    FetchReceiver, FetchedTensor, ProcessStore, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
+    FetchReceiver, FetchedTensor, SegmentRange, ShardId, ShardRows, StoreError, TensorStore, TimeLimit, Transport,
 };
 
 const LEN: usize = 300_000;
@@ -69,11 +69,10 @@ fn held() -> (usize, usize) {
 }
 
 #[test]
-fn a_child_starts_empty_and_its_parent_notices_nothing() {
+fn a_child_makes_a_store_of_its_own_and_its_parent_notices_nothing() {
     let _alone = alone();
-    let store = ProcessStore::of_process();
-    assert!(Arc::ptr_eq(&store, &ProcessStore::of_process()));
-    let owner = ProcessStore::new(LIMITS);
+    let store = TensorStore::new(LIMITS);
+    let owner = TensorStore::new(LIMITS);
     let transport = LocalTransport::new(SendAs::Bytes);
     transport.add(OWNER, &owner);
     let lent = put(&owner, &[pattern(2, LEN)]).unwrap();
@@ -93,10 +92,8 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
         });
         for _ in 0..20 {
             let child = Child::start(|| {
-                ProcessStore::forget_inherited();
-                let own = ProcessStore::of_process();
-                let stats = own.stats();
-                assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.current_step), (0, 0, None));
+                store.forget_inherited();
+                let own = TensorStore::new(LIMITS);
                 assert!(matches!(own.look_up(&[select(&stored[0])]), Err(StoreError::Missing { .. })));
                 let ids = put(&own, &[pattern(4, LEN)]).unwrap();
                 assert_eq!(own.look_up(&[select(&ids[0])]).unwrap()[0].bytes(), pattern(4, LEN));
@@ -115,8 +112,8 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
     // With nobody at the locks, a child lets go of what its parent's store has.
     let child = Child::start(|| {
         assert!(held().1 >= held_by_owner.1 + 2);
-        ProcessStore::forget_inherited();
-        // Of the process's own store one mapping is left: that of the view that was handed out.
+        store.forget_inherited();
+        // Of the store one mapping is left: that of the view that was handed out.
         assert_eq!(held(), (held_by_owner.0 + 1, held_by_owner.1));
     });
     assert_eq!(child.join(), 0);
@@ -150,18 +147,18 @@ impl Transport for Answer {
     }
 }
 
-fn references(owner: &ProcessStore, ids: &[ShardId]) -> Answer {
+fn references(owner: &TensorStore, ids: &[ShardId]) -> Answer {
     let outgoing = owner.look_up(&ids.iter().map(select).collect::<Vec<_>>()).unwrap();
     Answer(outgoing.iter().map(|outgoing| outgoing.reference().unwrap()).collect())
 }
 
-fn fetch_by(store: &ProcessStore, ids: &[ShardId], answer: &Answer) -> Result<Vec<FetchedTensor>, StoreError> {
+fn fetch_by(store: &TensorStore, ids: &[ShardId], answer: &Answer) -> Result<Vec<FetchedTensor>, StoreError> {
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, LEN as u64)).collect();
     within(20.0, |time_limit| store.fetch(&wanted, answer, time_limit))
 }
 
 /// Also of children that other tests have forked meanwhile.
-fn wait_for_the_last_view(owner: &ProcessStore) {
+fn wait_for_the_last_view(owner: &TensorStore) {
     let begin = Instant::now();
     while owner.stats().storage.memory.escaped_bytes > 0 {
         assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", owner.stats().storage.memory);
@@ -172,14 +169,14 @@ fn wait_for_the_last_view(owner: &ProcessStore) {
 #[test]
 fn a_consumer_that_is_killed_holds_nothing_any_more() {
     let _alone = alone();
-    let owner = ProcessStore::new(LIMITS);
+    let owner = TensorStore::new(LIMITS);
     let ids = put(&owner, &[pattern(1, LEN), pattern(2, LEN)]).unwrap();
     let answer = references(&owner, &ids);
     let mut pipe = [0; 2];
     // SAFETY: an array of two.
     assert_eq!(unsafe { libc::pipe(pipe.as_mut_ptr()) }, 0);
     let child = Child::start(|| {
-        let consumer = ProcessStore::new(LIMITS);
+        let consumer = TensorStore::new(LIMITS);
         let views = fetch_by(&consumer, &ids, &answer).unwrap();
         assert_eq!((views[0].bytes(), views[1].bytes()), (&pattern(1, LEN)[..], &pattern(2, LEN)[..]));
         overwrite(&views[0], 0);
@@ -258,12 +255,12 @@ fn entries_of_a_killed_owner_can_be_dropped() {
     let (ours, theirs) = Line::new();
     let named: ShardId = "a".parse().unwrap();
     let child = Child::start(|| {
-        let owner = ProcessStore::new(LIMITS);
+        let owner = TensorStore::new(LIMITS);
         let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
         say_where(&theirs, &references(&owner, &ids).0[0]);
         theirs.hear::<1>();
     });
-    let consumer = ProcessStore::new(LIMITS);
+    let consumer = TensorStore::new(LIMITS);
     let answer = hear_where(&ours);
     let mappings = mappings_of(&answer.0[0]);
     let views = fetch_by(&consumer, std::slice::from_ref(&named), &answer).unwrap();
@@ -282,8 +279,8 @@ fn entries_of_a_killed_owner_can_be_dropped() {
 #[test]
 fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
     let _alone = alone();
-    let owner = ProcessStore::new(LIMITS);
-    let consumer = ProcessStore::new(LIMITS);
+    let owner = TensorStore::new(LIMITS);
+    let consumer = TensorStore::new(LIMITS);
     let (ours, theirs) = Line::new();
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let view = fetch_by(&consumer, &ids, &references(&owner, &ids)).unwrap().remove(0);
@@ -327,10 +324,10 @@ fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
 #[test]
 fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
     let _alone = alone();
-    let owner = ProcessStore::new(LIMITS);
+    let owner = TensorStore::new(LIMITS);
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let good = references(&owner, &ids).0[0];
-    let consumer = ProcessStore::new(LIMITS);
+    let consumer = TensorStore::new(LIMITS);
     let refused = |reference: SegmentRange| {
         let error = fetch_by(&consumer, &ids, &Answer(vec![reference])).unwrap_err();
         assert!(matches!(error, StoreError::Memory(_) | StoreError::Corrupt { .. }), "{error}");

@@ -16,8 +16,8 @@ from support.other_user import as_nobody, start_as_nobody
 from support.waiting import NOTICED
 
 from tundish import rtensor
-from tundish._native import ShardStore
 from tundish.errors import TransferError
+from tundish.rtensor.tensor_store import default_store
 
 _WAIT_SECONDS = 30.0
 
@@ -56,8 +56,8 @@ def test_another_user_can_do_nothing_without_a_token() -> None:
         ]
         assert as_nobody(lambda: all(status_of(server.addr, *request) == 403 for request in requests))
         assert status_of(server.addr, "GET", f"/data/{handle.shard_id}") == 200
-        assert json.loads(ShardStore.stats())["current_step"] is None
-        ShardStore.remove([handle.shard_id])
+        assert json.loads(default_store.shards.stats())["current_step"] is None
+        default_store.shards.remove([handle.shard_id])
 
 
 def test_another_user_who_has_the_token_is_served() -> None:
@@ -104,7 +104,7 @@ def test_another_user_who_answers_for_an_owner_gives_no_tensors() -> None:
             names = json.dumps({"shard_ids": [handle.shard_id]})
             connection.request("POST", "/data/batch", names, {"Accept": "application/x-tundish-shards"})
             shards = connection.getresponse().read()
-        ShardStore.remove([handle.shard_id])
+        default_store.shards.remove([handle.shard_id])
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(shards)
 
     reached = os.pipe()

@@ -13,9 +13,9 @@ from support.rtensor.peers import Peer
 from support.waiting import until
 
 from tundish import rtensor
-from tundish._native import ShardStore
 from tundish.errors import DrainError, InvalidInputError, ShardGoneError, TransferError
-from tundish.rtensor import Controller, steps
+from tundish.rtensor import Controller
+from tundish.rtensor.tensor_store import default_store
 
 pytestmark = pytest.mark.usefixtures("emptied")
 
@@ -152,12 +152,13 @@ class Interrupted:
 
     def __init__(self, method: str) -> None:
         self._method = method
+        self._shards = default_store.shards
 
     def __getattr__(self, name: str) -> Any:
         if name == self._method:
             self._method = ""
             raise KeyboardInterrupt
-        return getattr(ShardStore, name)
+        return getattr(self._shards, name)
 
 
 def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
@@ -165,7 +166,7 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
         own = rtensor.remotize(rtensor.localize(handles))
         with contextlib.suppress(KeyboardInterrupt), rtensor.step(claim=own):
             rtensor.localize(handles)
-            patch.setattr(steps, "ShardStore", Interrupted(method))
+            patch.setattr(default_store, "shards", Interrupted(method))
     with rtensor.step():
         pass
     return rtensor.storage_stats()["unclaimed_entries"], rtensor.fetch_buffer_stats()["num_entries"]
@@ -180,7 +181,7 @@ def test_the_next_step_drains_what_an_interrupted_end_left(owners: list[Peer], c
 def interrupted_as_it_begins(handles: Any) -> int:
     own = rtensor.remotize(rtensor.localize(handles))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "ShardStore", Interrupted("begin_step"))
+        patch.setattr(default_store, "shards", Interrupted("begin_step"))
         with pytest.raises(KeyboardInterrupt), rtensor.step(claim=own):
             pytest.fail("it began")
     unclaimed = int(rtensor.storage_stats()["unclaimed_entries"])

@@ -193,13 +193,13 @@ def test_a_controller_of_a_group_takes_as_many_votes_however_many_ranks_there_ar
 
 def one_cannot_serve(rank: int, line: Line) -> None:
     from tundish import rtensor
-    from tundish.rtensor import controller
+    from tundish.rtensor.tensor_store import TensorStore
 
-    def address() -> str:
+    def address(_: TensorStore) -> str:
         raise OSError(24, "too many open files")
 
     if rank == 1:
-        controller.server_address = address
+        TensorStore.address = address  # type: ignore[method-assign]
     line.say(*outcome(rtensor.Controller.from_group))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from support.rtensor.peers import Peer
 
 from tundish import rtensor
 from tundish.errors import ShardGoneError
-from tundish.rtensor import Controller, Worker, monitoring
+from tundish.rtensor import Controller, Worker, tensor_store
 
 
 def test_a_claim_that_fails_drains_nothing() -> None:
@@ -84,7 +85,7 @@ def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
     logging.getLogger("tundish.rtensor").addHandler(note)
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitoring, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        patch.setattr(tensor_store, "time", SimpleNamespace(monotonic=lambda: clock[0], time_ns=time.time_ns))
         for handle, now in zip(handles, (0.0, 59.0, 61.0, 62.0, 130.0), strict=True):
             clock[0] = now
             said.append([])

@@ -11,9 +11,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-import tundish as td
 from tundish import rtensor
 from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, TensorStoreFullError
+from tundish.rtensor.tensor_store import default_store
 
 pytestmark = pytest.mark.usefixtures("local")
 
@@ -337,7 +337,7 @@ def test_backends_are_refused_that_are_none() -> None:
 
 def test_at_the_limit_a_store_waits_and_then_raises() -> None:
     stats = rtensor.storage_stats()["memory"]
-    td._native.ShardStore.set_limits(1 << 20, 1 << 20)
+    default_store.shards.set_limits(1 << 20, 1 << 20)
     try:
         with pytest.raises(TensorStoreFullError, match="never fit"):
             rtensor.remotize(torch.zeros(1 << 20))
@@ -346,4 +346,4 @@ def test_at_the_limit_a_store_waits_and_then_raises() -> None:
             rtensor.remotize(torch.zeros(900_000, dtype=torch.uint8), timeout=0.2)
         assert rtensor.localize(held).numel() == 500_000
     finally:
-        td._native.ShardStore.set_limits(stats["limit_bytes"], stats["limit_bytes"])
+        default_store.shards.set_limits(stats["limit_bytes"], stats["limit_bytes"])

@@ -14,13 +14,13 @@ import pytest
 from support.interrupts import signal_once_waiting
 from support.waiting import NOTICED
 
-from tundish._native import ShardServer, WorkerClient
+from tundish._native import ShardServer, ShardStore, WorkerClient
 from tundish.errors import InvalidInputError, TimedOutError, TransferError
 
 
 @pytest.fixture
 def server() -> Iterator[ShardServer]:
-    server = ShardServer("127.0.0.1", 0)
+    server = ShardServer(ShardStore(), "127.0.0.1", 0)
     yield server
     server.close()
 
@@ -53,19 +53,19 @@ def test_requests_share_one_connection(server: ShardServer) -> None:
 
 
 def test_a_lost_connection_is_replaced_and_has_another_number() -> None:
-    server = ShardServer("127.0.0.1", 0)
+    server = ShardServer(ShardStore(), "127.0.0.1", 0)
     client = WorkerClient(f"127.0.0.1:{server.port}")
     client.request("GET", "/health", timeout=10)
     first = client.connection_number
     server.close()
-    again = ShardServer("127.0.0.1", server.port)
+    again = ShardServer(ShardStore(), "127.0.0.1", server.port)
     assert client.request("GET", "/health", timeout=10)[0] == 200
     assert client.connection_number not in (None, first)
     again.close()
 
 
 def test_a_token_is_sent_with_each_request() -> None:
-    server = ShardServer("127.0.0.1", 0, "s3cret")
+    server = ShardServer(ShardStore(), "127.0.0.1", 0, "s3cret")
     addr = f"127.0.0.1:{server.port}"
     assert WorkerClient(addr).request("GET", "/stats", timeout=10)[0] == 401
     assert WorkerClient(addr, "s3cret").request("GET", "/stats", timeout=10)[0] == 200

@@ -11,6 +11,7 @@ import torch
 
 import tundish as td
 from tundish import rtensor
+from tundish.rtensor.tensor_store import default_store
 
 held: list[Any] = []
 
@@ -38,15 +39,15 @@ def sums(handles: Any) -> list[int]:
 
 def sums_in_forgotten_step(handles: Any, number: int) -> list[int]:
     """As `sums`, in a step that nobody ends; later fetches belong to another one."""
-    td._native.ShardStore.begin_step(number, 1)
+    default_store.shards.begin_step(number, 1)
     found = sums(handles)
-    td._native.ShardStore.begin_step(number + 1, 1)
+    default_store.shards.begin_step(number + 1, 1)
     return found
 
 
 def end_forgotten_step(number: int) -> None:
-    td._native.ShardStore.end_step(number)
-    td._native.ShardStore.end_step(number + 1)
+    default_store.shards.end_step(number)
+    default_store.shards.end_step(number + 1)
 
 
 def sums_and_fail(handles: Any) -> None:
@@ -113,5 +114,5 @@ def trust(addr: str, token: str) -> None:
 
 def current_step() -> int | None:
     """The step that fetches belong to."""
-    found: int | None = json.loads(td._native.ShardStore.stats())["current_step"]
+    found: int | None = json.loads(default_store.shards.stats())["current_step"]
     return found

@@ -25,6 +25,7 @@ from tundish.errors import (
     TransferError,
 )
 from tundish.rtensor import Controller, Worker, backends
+from tundish.rtensor.tensor_store import default_store
 
 
 def begin(folder: str) -> None:
@@ -214,7 +215,7 @@ def an_infinite_timeout_is_accepted() -> None:
 
 def each_store_looks_at_its_own_shards_alone() -> None:
     others = rtensor.remotize([torch.full((1,), number) for number in range(40)])
-    store, asked = backends.ShardStore, []
+    store, asked = default_store.shards, []
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -228,7 +229,7 @@ def each_store_looks_at_its_own_shards_alone() -> None:
         # The thread that looks through all of them rests.
         patch.setattr(backends, "_RELEASE_SECONDS", 60.0)
         time.sleep(0.3)
-        patch.setattr(backends, "ShardStore", Counting())
+        patch.setattr(default_store, "shards", Counting())
         for number in range(20):
             handle = rtensor.store(f"of.{number}", torch.ones(1))
             assert rtensor.fetch(handle.shard_id).item() == 1
@@ -245,7 +246,7 @@ def names_that_are_reused_after_a_drain_take_no_more_memory() -> None:
         for _ in range(3):
             rtensor.store("anew", torch.ones(1000))
             # As a drain that comes from elsewhere does.
-            backends.ShardStore.remove(["anew"])
+            default_store.shards.remove(["anew"])
         rtensor.store("anew", torch.ones(1000))
     assert rtensor.storage_stats()["memory"]["used_bytes"] < 2 * 4000
     rtensor.remove(["anew"])

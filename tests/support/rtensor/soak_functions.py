@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tundish import rtensor
-from tundish._native import ShardStore
 from tundish.rtensor import Controller, Worker
+from tundish.rtensor.tensor_store import default_store
 
 COLUMNS = 64
 # Rows of a batch, which vary.
@@ -101,7 +101,7 @@ def end() -> list[str]:
 def unbalanced(number: int, gone: set[str], unclaimed: dict[str, int]) -> dict[str, Any]:
     """Stats of living processes that have leftovers (other than unclaimed shards), or have not ended the step."""
     found: dict[str, Any] = {worker.addr: stats for worker, stats in _Control.controller.stats().items()}
-    found["controller"] = json.loads(ShardStore.stats())
+    found["controller"] = json.loads(default_store.shards.stats())
     return {
         addr: stats
         for addr, stats in found.items()

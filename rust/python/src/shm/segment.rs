@@ -311,10 +311,7 @@ pub(crate) fn set_shared_cache_limit(py: Python<'_>, limit_bytes: usize) {
 
 /// Lets children made by `fork` drop the memory that is kept for the parent's next arrays.
 pub(crate) fn forget_in_children(py: Python<'_>) -> PyResult<()> {
-    let forget = PyCFunction::new_closure(py, None, None, |_, _| {
-        Arena::forget_inherited();
-        tundish_store::ProcessStore::forget_inherited();
-    })?;
+    let forget = PyCFunction::new_closure(py, None, None, |_, _| Arena::forget_inherited())?;
     let when = PyDict::new(py);
     when.set_item("after_in_child", forget)?;
     py.import("os")?.call_method("register_at_fork", (), Some(&when))?;

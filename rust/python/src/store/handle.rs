@@ -201,7 +201,7 @@ impl RTensor {
     ///
     /// Raises as `localize`.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("tundish.rtensor.transfer")?.call_method1("localize", (slf,))
+        slf.py().import("tundish.rtensor")?.call_method1("localize", (slf,))
     }
 
     /// The shape of the tensor, as a `torch.Size`.

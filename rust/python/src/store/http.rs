@@ -1,13 +1,14 @@
 //! `ShardServer`, `WorkerClient`, and the clients that fetch.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use tundish_shm::PerProcess;
 use tundish_store::http::{self, Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust};
-use tundish_store::{ProcessStore, TimeLimit, Transport};
+use tundish_store::{TimeLimit, Transport};
 
-use super::shard_store::{check_signals, deadline_of};
-
+use super::shard_store::{ShardStore, check_signals, deadline_of};
 use crate::error::BindingError;
 use crate::long_work::enter;
 use crate::shm::DropWithoutGil;
@@ -20,25 +21,26 @@ pub(super) fn transport(shared_memory: bool) -> &'static dyn Transport {
     if shared_memory { Client::of_process() } else { OF_SOCKETS.get() }
 }
 
-/// Serves the shards of this process until it is closed.
+/// Serves the shards of a store until it is closed.
 #[pyclass(frozen)]
 pub(crate) struct ShardServer {
-    server: std::sync::Mutex<Option<DropWithoutGil<Server>>>,
+    server: Mutex<Option<DropWithoutGil<Server>>>,
     port: u16,
     certificate_problem: Option<String>,
 }
 
 #[pymethods]
 impl ShardServer {
-    /// Serves at `host`, on `port` or, for 0, on one that is free.
+    /// Serves `store` at `host`, on `port` or, for 0, on one that is free.
     ///
     /// Without a token only processes of this user on this machine are answered, and `host` has to be an address that
     /// only they reach. `tls` is a certificate and its private key, both in PEM; `open_metrics` answers `/metrics` and
     /// `/health` to everybody.
     #[new]
-    #[pyo3(signature = (host, port, token=None, *, tls=None, open_metrics=false))]
+    #[pyo3(signature = (store, host, port, token=None, *, tls=None, open_metrics=false))]
     fn new(
         py: Python<'_>,
+        store: &ShardStore,
         host: &Bound<'_, PyString>,
         port: u16,
         token: Option<&str>,
@@ -51,9 +53,10 @@ impl ShardServer {
         let options = ServerOptions { token, tls, open_metrics, ..Default::default() };
         // A lone surrogate becomes another character that no host name has.
         let host = host.to_string_lossy().into_owned();
-        let server = enter(py, None, move |_| Ok(Server::start(ProcessStore::of_process(), &host, port, options)?))?;
+        let store = Arc::clone(&store.store);
+        let server = enter(py, None, move |_| Ok(Server::start(store, &host, port, options)?))?;
         let port = server.address().port();
-        let server = std::sync::Mutex::new(Some(DropWithoutGil::new(server)));
+        let server = Mutex::new(Some(DropWithoutGil::new(server)));
         Ok(ShardServer { server, port, certificate_problem })
     }
 
@@ -71,7 +74,7 @@ impl ShardServer {
 
     /// Stops serving. Idempotent.
     fn close(&self) {
-        let server = self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let server = self.server.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(server);
     }
 }

@@ -1,4 +1,4 @@
-//! Binds `tundish-store`: handles, the store of the process, its server and its clients.
+//! Binds `tundish-store`: handles, stores, their servers and clients.
 
 pub(crate) mod dtypes;
 pub(crate) mod handle;

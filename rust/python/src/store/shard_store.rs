@@ -1,4 +1,4 @@
-//! `ShardStore`: stores, fetches, claims and drains shards in the store of this process.
+//! `ShardStore`: stores, fetches, claims and drains shards.
 //!
 //! Invariants: bytes are copied, waited for and freed without the GIL. The caller keeps tensors alive whose memory is
 //! read or written, until the call returns.
@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::{
-    Limits, Number, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorMeta, TensorToStore, TimeLimit, Value,
+    Limits, Number, Removed, ShardId, ShardRows, StoreError, TensorMeta, TensorStore, TensorToStore, TimeLimit, Value,
     Wanted,
 };
 
@@ -33,27 +33,37 @@ unsafe impl Send for TensorAddress {}
 // SAFETY: as above.
 unsafe impl Sync for TensorAddress {}
 
-/// The store of this process: the shards that it owns, and those that it fetched.
+/// The shards that one store owns, and those that it fetched.
 #[pyclass(frozen)]
-pub(crate) struct ShardStore;
+pub(crate) struct ShardStore {
+    pub(super) store: Arc<TensorStore>,
+}
 
 #[pymethods]
 impl ShardStore {
+    #[new]
+    fn new() -> Self {
+        ShardStore { store: TensorStore::new(Limits::default()) }
+    }
+
+    /// Releases what a child made by `fork` inherited of it. The child must not use it otherwise.
+    fn forget_inherited(&self) {
+        self.store.forget_inherited();
+    }
+
     /// Limits the memory of stored and of fetched shards, in bytes.
-    #[staticmethod]
-    fn set_limits(py: Python<'_>, storage_bytes: u64, buffer_bytes: u64) {
-        py.detach(|| ProcessStore::of_process().set_limits(Limits { storage_bytes, buffer_bytes }));
+    fn set_limits(&self, py: Python<'_>, storage_bytes: u64, buffer_bytes: u64) {
+        py.detach(|| self.store.set_limits(Limits { storage_bytes, buffer_bytes }));
     }
 
     /// Declares `owner` an address of this process: its handles are not fetched.
-    #[staticmethod]
-    fn add_own_address(owner: &str) {
-        ProcessStore::of_process().add_own_address(owner.into());
+    fn add_own_address(&self, owner: &str) {
+        self.store.add_own_address(owner.into());
     }
 
     /// Stores copies of dense tensors in host memory, all or none. Returns their handles.
-    #[staticmethod]
     fn put<'py>(
+        &self,
         py: Python<'py>,
         tensors: &Bound<'py, PyList>,
         owner: &str,
@@ -79,8 +89,7 @@ impl ShardStore {
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
                 .map(|(shared, place)| unsafe { TensorToStore::from_raw(TensorMeta::clone(&shared.meta), place.0) })
                 .collect();
-            Ok(ProcessStore::of_process()
-                .put(&sources, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
+            Ok(self.store.put(&sources, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
         })?;
         let handles =
             ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: None }));
@@ -88,8 +97,8 @@ impl ShardStore {
     }
 
     /// Stores a copy of a dense tensor in host memory under a name. Returns its handle.
-    #[staticmethod]
     fn put_as(
+        &self,
         py: Python<'_>,
         shard_id: &Bound<'_, PyString>,
         tensor: &Bound<'_, PyAny>,
@@ -106,18 +115,17 @@ impl ShardStore {
             // SAFETY: the caller holds the tensor until this returns, and it is dense.
             let source = unsafe { TensorToStore::from_raw(named, place.0) };
             let mut check_cancelled = || check_signals(signals);
-            Ok(ProcessStore::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut check_cancelled))?)
+            Ok(self.store.put_as(&name, source, &mut TimeLimit::new(deadline, &mut check_cancelled))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
         Ok(RTensor::new(ShardHandle { id, shared, rows: None }))
     }
 
     /// The handle of a shard that is stored here.
-    #[staticmethod]
-    fn handle_of(py: Python<'_>, shard_id: &Bound<'_, PyString>, owner: &str) -> PyResult<RTensor> {
+    fn handle_of(&self, py: Python<'_>, shard_id: &Bound<'_, PyString>, owner: &str) -> PyResult<RTensor> {
         let id = name_of(shard_id)?;
         let wanted = [ShardRows { id: id.clone(), rows: None }];
-        let found = enter(py, None, move |_| Ok(ProcessStore::of_process().look_up(&wanted)?))?;
+        let found = enter(py, None, move |_| Ok(self.store.look_up(&wanted)?))?;
         let meta = found.first().map(|one| one.meta().clone());
         let meta = meta.ok_or_else(|| BindingError::Value(format!("no shard {id} was found")))?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta: Arc::new(meta) });
@@ -126,8 +134,8 @@ impl ShardStore {
 
     /// The shards of the handles, in order. Each is fetched once; from owners on this node through shared memory, if
     /// `shared_memory`.
-    #[staticmethod]
     fn fetch<'py>(
+        &self,
         py: Python<'py>,
         handles: &Bound<'py, PyList>,
         timeout: f64,
@@ -136,32 +144,28 @@ impl ShardStore {
         let wanted = wanted_of(handles)?;
         let deadline = deadline_of(timeout)?;
         let views = enter(py, None, move |signals| {
-            let store = ProcessStore::of_process();
             let client = transport(shared_memory);
-            Ok(store.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
+            Ok(self.store.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
         })?;
         let views = views.into_iter().map(|view| Bound::new(py, ShardView::new(view))).collect::<PyResult<Vec<_>>>()?;
         PyList::new(py, views)
     }
 
     /// Removes shards. Returns their count, the count of their tensors, and their bytes.
-    #[staticmethod]
-    fn remove(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {
+    fn remove(&self, py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {
         let ids = ids_of(shard_ids)?;
-        Ok(as_tuple(py.detach(|| ProcessStore::of_process().remove(&ids))))
+        Ok(as_tuple(py.detach(|| self.store.remove(&ids))))
     }
 
     /// Removes all stored and fetched shards. Returns the counts of the storage, as `remove`.
-    #[staticmethod]
-    fn clear(py: Python<'_>) -> (u64, u64, u64) {
-        as_tuple(py.detach(|| ProcessStore::of_process().clear_all()))
+    fn clear(&self, py: Python<'_>) -> (u64, u64, u64) {
+        as_tuple(py.detach(|| self.store.clear_all()))
     }
 
     /// The names of these that have no shard here.
-    #[staticmethod]
-    fn absent(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
+    fn absent(&self, py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
         let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| ShardRows { id, rows: None }).collect();
-        match py.detach(|| ProcessStore::of_process().look_up(&wanted).map(drop)) {
+        match py.detach(|| self.store.look_up(&wanted).map(drop)) {
             Ok(()) => Ok(Vec::new()),
             Err(StoreError::Missing { shards, .. }) => Ok(shards.iter().map(|shard| shard.id.to_string()).collect()),
             Err(error) => Err(BindingError::from(error).into()),
@@ -169,58 +173,52 @@ impl ShardStore {
     }
 
     /// Drops the fetched entries of these shards, or all. Returns their number.
-    #[staticmethod]
     #[pyo3(signature = (shard_ids=None))]
-    fn clear_buffer(py: Python<'_>, shard_ids: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+    fn clear_buffer(&self, py: Python<'_>, shard_ids: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let ids = shard_ids.map(ids_of).transpose()?;
-        Ok(py.detach(|| ProcessStore::of_process().clear_buffer(ids.as_deref())))
+        Ok(py.detach(|| self.store.clear_buffer(ids.as_deref())))
     }
 
     /// Begins a step: later fetches belong to it.
-    #[staticmethod]
-    fn begin_step(py: Python<'_>, step: u64, claimant: u64) -> PyResult<()> {
-        enter(py, None, move |_| Ok(ProcessStore::of_process().begin_step(step, claimant)?))
+    fn begin_step(&self, py: Python<'_>, step: u64, claimant: u64) -> PyResult<()> {
+        enter(py, None, move |_| Ok(self.store.begin_step(step, claimant)?))
     }
 
     /// Claims shards for a step. Returns their bytes, the missing ones, and those of other steps.
-    #[staticmethod]
     fn claim(
+        &self,
         py: Python<'_>,
         step: u64,
         claimant: u64,
         shard_ids: &Bound<'_, PyAny>,
     ) -> PyResult<(u64, Vec<String>, Vec<String>)> {
         let ids = ids_of(shard_ids)?;
-        let claimed = enter(py, None, move |_| Ok(ProcessStore::of_process().claim(step, claimant, &ids)?))?;
+        let claimed = enter(py, None, move |_| Ok(self.store.claim(step, claimant, &ids)?))?;
         let names = |ids: &[ShardId]| ids.iter().map(ShardId::to_string).collect();
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
 
     /// Ends the claims of a claimant: unclaims its shards, and drops the entries that were fetched in its steps.
-    #[staticmethod]
-    fn release_claimant(py: Python<'_>, claimant: u64) {
-        py.detach(|| ProcessStore::of_process().release_claimant(claimant));
+    fn release_claimant(&self, py: Python<'_>, claimant: u64) {
+        py.detach(|| self.store.release_claimant(claimant));
     }
 
     /// Ends a step: drops its claimed shards and fetched entries. Returns its counts as JSON.
-    #[staticmethod]
-    fn end_step(py: Python<'_>, step: u64) -> PyResult<String> {
-        as_json(&py.detach(|| ProcessStore::of_process().end_step(step)))
+    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<String> {
+        as_json(&py.detach(|| self.store.end_step(step)))
     }
 
     /// Keeps shards and fetched entries beyond their step. Returns their number.
-    #[staticmethod]
-    fn keep(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn keep(&self, py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
         let ids = ids_of(shard_ids)?;
-        let kept = py.detach(|| ProcessStore::of_process().keep(&ids));
+        let kept = py.detach(|| self.store.keep(&ids));
         Ok(kept.shards + kept.entries)
     }
 
     /// All counts by name, flat, with their units in the names.
-    #[staticmethod]
-    fn numbers(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    fn numbers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let numbers = PyDict::new(py);
-        for Number { name, value, .. } in py.detach(|| ProcessStore::of_process().stats()).numbers() {
+        for Number { name, value, .. } in py.detach(|| self.store.stats()).numbers() {
             match value {
                 Value::Gauge(value) | Value::Counter(value) => numbers.set_item(name, value)?,
                 Value::Seconds(value) => numbers.set_item(name, value)?,
@@ -230,9 +228,8 @@ impl ShardStore {
     }
 
     /// All counts, in JSON.
-    #[staticmethod]
-    fn stats(py: Python<'_>) -> PyResult<String> {
-        as_json(&py.detach(|| ProcessStore::of_process().stats()))
+    fn stats(&self, py: Python<'_>) -> PyResult<String> {
+        as_json(&py.detach(|| self.store.stats()))
     }
 }
 

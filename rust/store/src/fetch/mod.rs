@@ -14,9 +14,9 @@ use crate::entries::locked::CHUNK_LEN;
 use crate::error::StoreError;
 use crate::memory::fetched_tensor::{FetchedTensor, views_of};
 use crate::memory::tensor::Tensor;
-use crate::process_store::ProcessStore;
 use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::tensor_meta::TensorMeta;
+use crate::tensor_store::TensorStore;
 use crate::time_limit::TimeLimit;
 
 /// The most owners that are asked at the same time.
@@ -62,7 +62,7 @@ pub trait Transport: Sync {
     ) -> Result<(), StoreError>;
 }
 
-impl ProcessStore {
+impl TensorStore {
     /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.
     ///
     /// Shards in the buffer are not fetched again. Each other one is asked for once, however many threads want it: in

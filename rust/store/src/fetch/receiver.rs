@@ -14,9 +14,9 @@ use crate::memory::attached_segments::SegmentRange;
 use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::process_store::ProcessStore;
 use crate::shard_id::ShardRows;
 use crate::tensor_meta::TensorMeta;
+use crate::tensor_store::TensorStore;
 use crate::time_limit::TimeLimit;
 
 /// Receives the shards of one request to one owner into the fetch buffer.
@@ -42,8 +42,8 @@ impl<'a> RequestedShard<'a> {
 }
 
 impl<'a> FetchReceiver<'a> {
-    pub(super) fn new(store: &'a ProcessStore) -> Self {
-        let ProcessStore { buffer, buffer_pool: pool, attached_segments, .. } = store;
+    pub(super) fn new(store: &'a TensorStore) -> Self {
+        let TensorStore { buffer, buffer_pool: pool, attached_segments, .. } = store;
         FetchReceiver { buffer, pool, attached_segments, shards: Vec::new() }
     }
 

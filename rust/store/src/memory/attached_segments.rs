@@ -86,15 +86,15 @@ mod tests {
 
     use super::*;
     use crate::memory::tensor::TensorToStore;
-    use crate::process_store::ProcessStore;
     use crate::shard_id::ShardRows;
     use crate::stats::Limits;
     use crate::tensor_meta::{Dtype, TensorMeta};
+    use crate::tensor_store::TensorStore;
     use crate::time_limit::TimeLimit;
 
     #[test]
     fn detached_segments_are_forgotten() {
-        let owner = ProcessStore::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
+        let owner = TensorStore::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
         let attached_segments = AttachedSegments::default();
         let (mut check_cancelled, bytes) = (|| Ok(()), [7; 300_000]);
         let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut check_cancelled);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, FetchReceiver, FetchedTensor, Limits, ProcessStore, Rows, ShardId, ShardRows, StoreError, TensorMeta,
+    Dtype, FetchReceiver, FetchedTensor, Limits, Rows, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
     TensorToStore, TimeLimit, Transport, Wanted,
 };
 
@@ -28,7 +28,7 @@ pub type Before = Box<dyn Fn(usize) -> Result<(), StoreError> + Send + Sync>;
 
 /// Fetches from other stores of this process.
 pub struct LocalTransport {
-    pub owners: Mutex<HashMap<String, Arc<ProcessStore>>>,
+    pub owners: Mutex<HashMap<String, Arc<TensorStore>>>,
     pub send_as: SendAs,
     pub requests: AtomicUsize,
     pub shards: AtomicUsize,
@@ -48,14 +48,14 @@ impl LocalTransport {
         }
     }
 
-    pub fn add(&self, address: &str, store: &Arc<ProcessStore>) {
+    pub fn add(&self, address: &str, store: &Arc<TensorStore>) {
         self.owners.lock().unwrap().insert(address.to_owned(), Arc::clone(store));
     }
 }
 
 /// An owner, a consumer, and the transport between them.
-pub fn pair(send_as: SendAs) -> (Arc<ProcessStore>, Arc<ProcessStore>, LocalTransport) {
-    let (owner, consumer) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS));
+pub fn pair(send_as: SendAs) -> (Arc<TensorStore>, Arc<TensorStore>, LocalTransport) {
+    let (owner, consumer) = (TensorStore::new(LIMITS), TensorStore::new(LIMITS));
     let transport = LocalTransport::new(send_as);
     transport.add(OWNER, &owner);
     (owner, consumer, transport)
@@ -104,7 +104,7 @@ pub fn bytes_meta(len: u64) -> TensorMeta {
     TensorMeta::new(Dtype::from_name("uint8").unwrap(), [len].as_slice()).unwrap()
 }
 
-pub fn put(store: &ProcessStore, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
+pub fn put(store: &TensorStore, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
     let sources: Vec<_> =
         tensors.iter().map(|bytes| TensorToStore::new(bytes_meta(bytes.len() as u64), bytes).unwrap()).collect();
     within(0.0, |time_limit| store.put(&sources, time_limit))
@@ -121,7 +121,7 @@ pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
 }
 
 pub fn fetch(
-    store: &ProcessStore,
+    store: &TensorStore,
     wanted: &[Wanted],
     transport: &LocalTransport,
 ) -> Result<Vec<FetchedTensor>, StoreError> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    FetchReceiver, Limits, MissingShard, ProcessStore, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
+    FetchReceiver, Limits, MissingShard, ShardId, ShardRows, StoreError, TensorStore, TimeLimit, Transport, Wanted,
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
@@ -18,7 +18,7 @@ fn tensors() -> Vec<Vec<u8>> {
     sizes.iter().enumerate().map(|(seed, size)| pattern(seed as u64, *size)).collect()
 }
 
-fn views(store: &ProcessStore, client: &Client, wanted: &[Wanted]) -> Result<Vec<Vec<u8>>, StoreError> {
+fn views(store: &TensorStore, client: &Client, wanted: &[Wanted]) -> Result<Vec<Vec<u8>>, StoreError> {
     let views = within(STUCK.as_secs_f64(), |time_limit| store.fetch(wanted, client, time_limit))?;
     Ok(views.iter().map(|view| view.bytes().to_vec()).collect())
 }
@@ -26,7 +26,7 @@ fn views(store: &ProcessStore, client: &Client, wanted: &[Wanted]) -> Result<Vec
 #[test]
 fn fetched_shards_are_private_copies() {
     for (way, client) in clients() {
-        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), TensorStore::new(LIMITS));
         let tensors = tensors();
         let ids = put(&owner.store, &tensors).unwrap();
         let wanted: Vec<_> =
@@ -49,7 +49,7 @@ fn fetched_shards_are_private_copies() {
 #[test]
 fn rows_alone_travel() {
     for (way, client) in clients() {
-        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), TensorStore::new(LIMITS));
         let bytes = pattern(1, 1 << 20);
         owner.store("a", &bytes);
         let before = sent(&owner);
@@ -70,7 +70,7 @@ fn sent(owner: &Owner) -> u64 {
 
 #[test]
 fn many_shards_come_in_one_request() {
-    let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+    let (owner, consumer) = (Owner::new(), TensorStore::new(LIMITS));
     let tensors: Vec<_> = (0..3000).map(|seed| pattern(seed, 100)).collect();
     let ids = put(&owner.store, &tensors).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(&owner.address(), id, 100)).collect();
@@ -85,7 +85,7 @@ fn many_shards_come_in_one_request() {
 #[test]
 fn connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() {
     let idle = Duration::from_millis(100);
-    let (owner, consumer) = (Owner::with(None, Timeouts { idle, ..Timeouts::default() }), ProcessStore::new(LIMITS));
+    let (owner, consumer) = (Owner::with(None, Timeouts { idle, ..Timeouts::default() }), TensorStore::new(LIMITS));
     owner.store("a", b"abc");
     let client = Client::of_sockets();
     for pause in [0, 0, 300, 0] {
@@ -102,7 +102,7 @@ fn connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() {
 #[test]
 fn missing_shards_are_named_with_their_owner() {
     for (_, client) in clients() {
-        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), TensorStore::new(LIMITS));
         let [gone, here] = put(&owner.store, &[b"abc".to_vec(), b"abc".to_vec()]).unwrap().try_into().unwrap();
         owner.store.remove(std::slice::from_ref(&gone));
         let never: ShardId = "never".parse().unwrap();
@@ -118,7 +118,7 @@ fn missing_shards_are_named_with_their_owner() {
 #[test]
 fn shards_over_http_that_differ_from_their_handle_are_refused() {
     for (_, client) in clients() {
-        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), TensorStore::new(LIMITS));
         owner.store("a", b"abcd");
         for declared in [meta("int8", &[4]), meta("uint8", &[2, 2]), meta("float32", &[1]), meta("uint8", &[5])] {
             let wanted = Wanted { meta: declared, ..owner.wanted("a", 4) };
@@ -154,7 +154,7 @@ impl Transport for Held<'_> {
 #[test]
 fn a_wrong_handle_of_one_thread_does_not_fail_another_over_http() {
     for (way, client) in clients() {
-        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), TensorStore::new(LIMITS));
         let bytes = pattern(1, 1000);
         owner.store("a", &bytes);
         let (address, id) = (owner.address(), "a".parse().unwrap());
@@ -190,7 +190,7 @@ fn a_wrong_handle_of_one_thread_does_not_fail_another_over_http() {
 
 #[test]
 fn the_token_is_sent_to_trusted_owners() {
-    let (owner, consumer) = (Owner::with(Some("s3cret"), Timeouts::default()), ProcessStore::new(LIMITS));
+    let (owner, consumer) = (Owner::with(Some("s3cret"), Timeouts::default()), TensorStore::new(LIMITS));
     put(&owner.store, &[b"abc".to_vec()]).unwrap();
     let client = Client::new();
     let address = owner.address();
@@ -240,7 +240,7 @@ fn small_shards_pass_a_large_one() {
     owner.store("small", &pattern(8, 64 << 10));
     let (large, small) = (owner.wanted("large", 128 << 20), owner.wanted("small", 64 << 10));
     let limits = Limits { buffer_bytes: 256 << 20, ..LIMITS };
-    let fetch = |store: &ProcessStore, client: &Client, wanted: &Wanted| {
+    let fetch = |store: &TensorStore, client: &Client, wanted: &Wanted| {
         let begin = Instant::now();
         within(20.0, |time_limit| store.fetch(std::slice::from_ref(wanted), client, time_limit)).unwrap();
         store.clear_buffer(None);
@@ -249,7 +249,7 @@ fn small_shards_pass_a_large_one() {
     let is_over = std::sync::atomic::AtomicBool::new(false);
     let (mut times, rounds) = std::thread::scope(|scope| {
         let beside = scope.spawn(|| {
-            let (store, client) = (ProcessStore::new(limits), Client::of_sockets());
+            let (store, client) = (TensorStore::new(limits), Client::of_sockets());
             let mut rounds = 0;
             while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
                 fetch(&store, &client, &large);
@@ -257,7 +257,7 @@ fn small_shards_pass_a_large_one() {
             }
             rounds
         });
-        let (store, client) = (ProcessStore::new(limits), Client::of_sockets());
+        let (store, client) = (TensorStore::new(limits), Client::of_sockets());
         let times: Vec<_> = (0..200).map(|_| fetch(&store, &client, &small)).collect();
         is_over.store(true, std::sync::atomic::Ordering::Relaxed);
         (times, beside.join().unwrap())

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use tundish_store::http::{Server, ServerOptions, Timeouts};
-use tundish_store::{ProcessStore, StoreError};
+use tundish_store::{StoreError, TensorStore};
 
 use crate::common::{LIMITS, pattern};
 use crate::raw_http::{Owner, Raw, until};
@@ -61,7 +61,7 @@ fn nothing_is_done_without_the_token() {
 
 #[test]
 fn an_address_that_others_reach_needs_a_token() {
-    let start = |host: &str| Server::start(ProcessStore::new(LIMITS), host, 0, ServerOptions::default());
+    let start = |host: &str| Server::start(TensorStore::new(LIMITS), host, 0, ServerOptions::default());
     for host in ["0.0.0.0", "::"] {
         let error = start(host).unwrap_err();
         assert!(matches!(&error, StoreError::Invalid(reason) if reason.contains("token")), "{error}");

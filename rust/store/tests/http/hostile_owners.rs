@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, WorkerClient};
-use tundish_store::{ProcessStore, ShardId, StoreError, TimeLimit};
+use tundish_store::{ShardId, StoreError, TensorStore, TimeLimit};
 
 use crate::common::{LIMITS, pattern, whole, within};
 use crate::raw_http::{meta, shard, with_token};
@@ -89,7 +89,7 @@ fn answer(body: &[u8]) -> Vec<u8> {
 }
 
 fn fetch(liar: &Liar, seconds: f64) -> Result<Vec<u8>, StoreError> {
-    let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
+    let (store, id) = (TensorStore::new(LIMITS), "a".parse().unwrap());
     let wanted = [whole(&liar.address, &id, LEN)];
     let got = within(seconds, |time_limit| store.fetch(&wanted, &Client::new(), time_limit));
     let outcome = got.map(|views| views[0].bytes().to_vec());
@@ -194,7 +194,7 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
     assert!((0.3..0.6).contains(&begin.elapsed().as_secs_f64()), "{:?}", begin.elapsed());
 
     let liar = Liar::new(vec![Does::Waits(Duration::from_secs(10))]);
-    let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
+    let (store, id) = (TensorStore::new(LIMITS), "a".parse().unwrap());
     let begin = Instant::now();
     let end = begin + Duration::from_millis(200);
     let mut check_cancelled = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
@@ -221,11 +221,11 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let wanted: Vec<_> = ids.iter().map(|id| whole(&liar.address, id, 1)).collect();
     let begin = Instant::now();
     let error =
-        within(0.3, |time_limit| ProcessStore::new(LIMITS).fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
+        within(0.3, |time_limit| TensorStore::new(LIMITS).fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
     assert!(timed_out(&error) && begin.elapsed() < Duration::from_secs(5), "{error}");
 
     let liar = Liar::new(vec![Does::Drips(answer(&body()), 20)]);
-    let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
+    let (store, id) = (TensorStore::new(LIMITS), "a".parse().unwrap());
     let begin = Instant::now();
     let end = begin + Duration::from_millis(200);
     let mut check_cancelled = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
@@ -264,7 +264,7 @@ fn a_head_without_an_end_is_refused() {
 fn several_owners_are_asked_at_once() {
     let pause = Duration::from_millis(400);
     let liars: Vec<_> = (0..5).map(|_| Liar::new(vec![Does::SaysLate(answer(&body()), pause)])).collect();
-    let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
+    let (store, id) = (TensorStore::new(LIMITS), "a".parse().unwrap());
     let wanted: Vec<_> = liars.iter().map(|liar| whole(&liar.address, &id, LEN)).collect();
     let begin = Instant::now();
     let views = within(10.0, |time_limit| store.fetch(&wanted, &Client::new(), time_limit)).unwrap();
@@ -289,7 +289,7 @@ fn a_reference_that_was_not_asked_for_is_an_error() {
         let liar = Liar::new(says());
         let wanted = [whole(&liar.address, &id, LEN)];
         let error =
-            within(20.0, |time_limit| ProcessStore::new(LIMITS).fetch(&wanted, &client, time_limit)).unwrap_err();
+            within(20.0, |time_limit| TensorStore::new(LIMITS).fetch(&wanted, &client, time_limit)).unwrap_err();
         assert!(matches!(&error, StoreError::Corrupt { reason, .. } if reason.contains("reference")), "{error}");
         assert_eq!(liar.heard.lock().unwrap().len(), requests);
     }
@@ -317,7 +317,7 @@ fn memory_that_cannot_be_reached_is_sent_instead_and_not_tried_again() {
     let liar = Liar::new(vec![says(&reference()), says(&body()), says(&body())]);
     let (client, id) = (Client::new(), "a".parse().unwrap());
     for _ in 0..2 {
-        let store = ProcessStore::new(LIMITS);
+        let store = TensorStore::new(LIMITS);
         let views =
             within(5.0, |time_limit| store.fetch(&[whole(&liar.address, &id, LEN)], &client, time_limit)).unwrap();
         assert_eq!(views[0].bytes(), pattern(1, LEN as usize));
@@ -335,7 +335,7 @@ fn no_token_is_sent_to_an_address_that_only_a_handle_names() {
     // The same machine under another name is another address.
     let port = liar.address.rsplit(':').next().unwrap();
     for owner in [&*liar.address, &format!("localhost:{port}")] {
-        within(5.0, |time_limit| ProcessStore::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, time_limit))
+        within(5.0, |time_limit| TensorStore::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, time_limit))
             .unwrap();
     }
     let heard = liar.heard.lock().unwrap();
@@ -348,7 +348,7 @@ fn no_token_is_sent_to_an_address_that_only_a_handle_names() {
 #[test]
 fn unreachable_addresses_fail_within_a_second() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
+    let (store, id) = (TensorStore::new(LIMITS), "a".parse().unwrap());
     let fetch = |owner: &str| {
         let begin = Instant::now();
         let error =
@@ -373,7 +373,7 @@ fn a_machine_that_does_not_answer_fails_within_a_second() {
     assert_eq!(unsafe { libc::listen(full.as_raw_fd(), 0) }, 0);
     let address = full.local_addr().unwrap();
     let _first = std::net::TcpStream::connect(address).unwrap();
-    let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
+    let (store, id) = (TensorStore::new(LIMITS), "a".parse().unwrap());
     let begin = Instant::now();
     let wanted = [whole(&address.to_string(), &id, 3)];
     let error = within(20.0, |time_limit| store.fetch(&wanted, &Client::new(), time_limit)).unwrap_err();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{ProcessStore, ShardId, StoreError};
+use tundish_store::{ShardId, StoreError, TensorStore};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::controller::Controller;
@@ -157,7 +157,7 @@ fn shards_come_from_another_process() {
     let bytes = pattern(1, 5 << 20);
     let id = process.ask(&format!("put {}", bytes.len())).parse().unwrap();
     for (way, client) in clients() {
-        let store = ProcessStore::new(LIMITS);
+        let store = TensorStore::new(LIMITS);
         let wanted = [whole(&address, &id, bytes.len() as u64)];
         let views = within(20.0, |time_limit| store.fetch(&wanted, &client, time_limit)).unwrap();
         assert_eq!(store.stats().buffer.memory.used_bytes == 0, way == "where it lies");
@@ -181,7 +181,7 @@ fn the_death_of_an_owner_in_mid_transfer_is_noticed_within_a_second() {
         let address = process.ask("address");
         let len = 200 << 20;
         let id: ShardId = process.ask(&format!("put {len}")).parse().unwrap();
-        let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
+        let (store, client) = (TensorStore::new(LIMITS), Client::of_sockets());
         let (error, spent) = std::thread::scope(|scope| {
             let fetching = scope.spawn(|| {
                 let wanted = [whole(&address, &id, len)];
@@ -207,7 +207,7 @@ fn a_child_keeps_no_connection_of_its_parent() {
     let mut process = Process::start(OWNING);
     let address = process.ask("address");
     let id = process.ask("put 1000").parse().unwrap();
-    let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
+    let (store, client) = (TensorStore::new(LIMITS), Client::of_sockets());
     let fetch = || {
         store.clear_buffer(None);
         within(20.0, |time_limit| store.fetch(&[whole(&address, &id, 1000)], &client, time_limit)).map(drop)
@@ -259,11 +259,11 @@ fn a_consumer_that_dies_in_mid_transfer_keeps_nothing_of_the_owners() {
 fn a_taken_port_is_named() {
     let owner = Owner::new();
     let port = owner.server.address().port();
-    let error = Server::start(ProcessStore::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap_err();
+    let error = Server::start(TensorStore::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap_err();
     let StoreError::Io { object, kind, .. } = &error else { panic!("{error}") };
     assert_eq!((object, kind), (&format!("127.0.0.1:{port}"), &std::io::ErrorKind::AddrInUse));
     drop(owner);
-    Server::start(ProcessStore::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap();
+    Server::start(TensorStore::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap();
 }
 
 #[test]

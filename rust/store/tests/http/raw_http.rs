@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
-use tundish_store::{Dtype, ProcessStore, TensorMeta, TensorToStore, Wanted};
+use tundish_store::{Dtype, TensorMeta, TensorStore, TensorToStore, Wanted};
 
 use crate::common::{LIMITS, within};
 
@@ -19,7 +19,7 @@ pub const TAKES_SHARDS: &str = "Accept: application/x-tundish-shards\r\n";
 
 /// A store that serves.
 pub struct Owner {
-    pub store: Arc<ProcessStore>,
+    pub store: Arc<TensorStore>,
     pub server: Server,
 }
 
@@ -34,7 +34,7 @@ impl Owner {
     }
 
     pub fn serving(options: ServerOptions) -> Self {
-        let store = ProcessStore::new(LIMITS);
+        let store = TensorStore::new(LIMITS);
         let server = Server::start(store.clone(), "127.0.0.1", 0, options).unwrap();
         Owner { store, server }
     }

@@ -1,7 +1,7 @@
 //! Servers and clients that speak TLS.
 
 use tundish_store::http::{Client, ClientTls, ServerOptions, ServerTls, Token, Trust, WorkerClient};
-use tundish_store::{ProcessStore, ShardId, StoreError};
+use tundish_store::{ShardId, StoreError, TensorStore};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::raw_http::Owner;
@@ -88,7 +88,7 @@ fn trusting(certificates: &str) -> ClientTls {
 }
 
 fn fetch(owner: &Owner, id: &ShardId, len: u64, trust: Trust) -> Result<Vec<u8>, StoreError> {
-    let (consumer, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
+    let (consumer, client) = (TensorStore::new(LIMITS), Client::of_sockets());
     client.trust(&owner.address(), trust);
     let wanted = [whole(&owner.address(), id, len)];
     let mut views = Vec::new();

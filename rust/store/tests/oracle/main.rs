@@ -12,7 +12,7 @@ use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pattern, 
 use model::{FetchedRows, Model, NEXT, StepCounts};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use tundish_store::{FetchedTensor, KeptCounts, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore};
+use tundish_store::{FetchedTensor, KeptCounts, Removed, ShardId, ShardRows, StoreError, TensorStore, TensorToStore};
 
 #[derive(Clone, Debug)]
 enum Action {
@@ -53,8 +53,8 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 }
 
 struct World {
-    owner: Arc<ProcessStore>,
-    consumer: Arc<ProcessStore>,
+    owner: Arc<TensorStore>,
+    consumer: Arc<TensorStore>,
     transport: LocalTransport,
     /// All that ever were.
     shards: Vec<(ShardId, Vec<u8>)>,
@@ -76,7 +76,7 @@ fn taken(bytes: &[u8]) -> u64 {
 impl World {
     fn new(send_as: SendAs) -> Self {
         let (owner, consumer, transport) =
-            (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(send_as));
+            (TensorStore::new(LIMITS), TensorStore::new(LIMITS), LocalTransport::new(send_as));
         transport.add(OWNER, &owner);
         let (stored, fetched) = (Model::new(), Model::new());
         let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());

@@ -107,8 +107,8 @@ mod tests {
     use crate::http::client::connection::{Connection, ConnectionFailure};
     use crate::http::client::{Client, Trust};
     use crate::http::server::{Server, ServerOptions};
-    use crate::process_store::ProcessStore;
     use crate::stats::Limits;
+    use crate::tensor_store::TensorStore;
     use crate::time_limit::TimeLimit;
 
     fn ask(client: &Client, server: &Server) {
@@ -122,7 +122,7 @@ mod tests {
     }
 
     fn serve() -> Server {
-        let store = ProcessStore::new(Limits { storage_bytes: 1 << 20, buffer_bytes: 1 << 20 });
+        let store = TensorStore::new(Limits { storage_bytes: 1 << 20, buffer_bytes: 1 << 20 });
         Server::start(store, "127.0.0.1", 0, ServerOptions::default()).unwrap()
     }
 

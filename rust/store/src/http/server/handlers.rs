@@ -22,8 +22,8 @@ use crate::http::route::Refusal;
 use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
 use crate::memory::tensor::OutgoingShard;
-use crate::process_store::ProcessStore;
 use crate::shard_id::{ShardId, ShardRows};
+use crate::tensor_store::TensorStore;
 
 /// Bytes of the longest body: a list of as many ids as one request may name.
 const LONGEST_BODY: usize = 16 << 20;
@@ -100,7 +100,7 @@ impl<'a> Handler<'a> {
         })
     }
 
-    fn store(&self) -> &ProcessStore {
+    fn store(&self) -> &TensorStore {
         &self.session.server.store
     }
 

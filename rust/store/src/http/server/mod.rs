@@ -43,7 +43,7 @@ use crate::http::fork_safe_sockets::Socket;
 use crate::http::peer_user;
 use crate::http::tls::ServerTls;
 use crate::http::token::Token;
-use crate::process_store::ProcessStore;
+use crate::tensor_store::TensorStore;
 
 /// Threads that serve: a small request does not wait for a large one.
 const THREADS: usize = 2;
@@ -117,7 +117,7 @@ pub struct Server {
 
 /// The state that all connections share.
 struct ServerState {
-    store: Arc<ProcessStore>,
+    store: Arc<TensorStore>,
     token: Option<Token>,
     tls: Option<ServerTls>,
     open_metrics: bool,
@@ -134,12 +134,7 @@ impl Server {
     /// # Errors
     /// [`StoreError::Invalid`] for an address that other machines reach, without a token; [`StoreError::Io`] where the
     /// port is taken or the system refuses.
-    pub fn start(
-        store: Arc<ProcessStore>,
-        host: &str,
-        port: u16,
-        options: ServerOptions,
-    ) -> Result<Server, StoreError> {
+    pub fn start(store: Arc<TensorStore>, host: &str, port: u16, options: ServerOptions) -> Result<Server, StoreError> {
         let object = || format!("{host}:{port}");
         let failed = |operation, error: &io::Error| StoreError::io(operation, object(), error);
         let found: Vec<SocketAddr> =
@@ -207,7 +202,7 @@ fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
 }
 
 /// Returns memory to the system that the store does not need any more.
-async fn trim_regularly(store: Weak<ProcessStore>, interval: Duration) {
+async fn trim_regularly(store: Weak<TensorStore>, interval: Duration) {
     loop {
         sleep(interval).await;
         let Some(store) = store.upgrade() else { break };

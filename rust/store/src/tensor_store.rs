@@ -1,4 +1,4 @@
-//! `ProcessStore`: the store of one process, with the shards that it owns and those that it fetched.
+//! `TensorStore`: the shards that a process owns, and those that it fetched.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -7,7 +7,7 @@ use std::thread;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 use tundish_copying as copying;
-use tundish_shm::{PerProcess, Segment, ShmError, arena};
+use tundish_shm::{Segment, ShmError, arena};
 
 use crate::entries::fetch_buffer::FetchBuffer;
 use crate::entries::storage::Storage;
@@ -22,14 +22,15 @@ use crate::stats::{BufferStats, Claimed, KeptCounts, Limits, Removed, Stats, Ste
 use crate::time_limit::TimeLimit;
 use crate::{Claimant, Step};
 
-/// The store of one process.
-pub struct ProcessStore {
+/// Stores tensors for other stores, and fetches theirs. A process may have several, each with its own shards, fetch
+/// buffer, limits, addresses and steps.
+pub struct TensorStore {
     pub(crate) storage: Arc<Storage<Tensor>>,
     pub(crate) buffer: FetchBuffer<Tensor>,
     pub(crate) storage_pool: Arc<SlabPool>,
     pub(crate) buffer_pool: Arc<SlabPool>,
     pub(crate) attached_segments: AttachedSegments,
-    /// Addresses of this process. Another process may have served at one of them before, or may do so by now.
+    /// Addresses of this store. Another one may have served at one of them before, or may do so by now.
     pub(crate) own_addresses: Mutex<HashSet<Arc<str>>>,
 }
 
@@ -39,20 +40,18 @@ const UNCACHED_COPY_BYTES: usize = 128 << 10;
 /// Threads of one such copy: more do not make memory faster.
 const MAX_THREADS: usize = 4;
 
-static OF_PROCESS: PerProcess<Arc<ProcessStore>> = PerProcess::new(|| ProcessStore::new(Limits::default()));
-
-impl ProcessStore {
-    /// A store that is independent of the one that the process uses, [`of_process`](ProcessStore::of_process).
+impl TensorStore {
+    /// An empty store.
     ///
     /// # Panics
     /// If the kernel gives no random number, which does not happen.
-    pub fn new(limits: Limits) -> Arc<ProcessStore> {
+    pub fn new(limits: Limits) -> Arc<TensorStore> {
         let mut nonce = [0; 8];
         // Eight bytes come whole or not at all.
         rustix::io::retry_on_intr(|| getrandom(&mut nonce, GetRandomFlags::empty())).expect("a random number");
         let storage_pool = SlabPool::new("storage", limits.storage_bytes);
         let buffer_pool = SlabPool::new("fetch buffer", limits.buffer_bytes);
-        Arc::new(ProcessStore {
+        Arc::new(TensorStore {
             storage: Arc::new(Storage::new(u64::from_ne_bytes(nonce))),
             buffer: FetchBuffer::new(),
             storage_pool,
@@ -62,20 +61,15 @@ impl ProcessStore {
         })
     }
 
-    /// The store of this process: the same one always, and in a child made by `fork` a new one, which is empty. Ask
-    /// anew each time instead of keeping it.
-    pub fn of_process() -> Arc<ProcessStore> {
-        Arc::clone(OF_PROCESS.get())
-    }
-
-    /// Drops the parent's store in a child made by `fork`.
-    pub fn forget_inherited() {
-        if let Some(inherited) = OF_PROCESS.inherited() {
-            inherited.storage.forget();
-            inherited.buffer.forget();
-            inherited.storage_pool.forget();
-            inherited.buffer_pool.forget();
-        }
+    /// Releases the memory that a child made by `fork` inherited with this store. The child must not use it otherwise:
+    /// a thread of the parent may have held one of its locks.
+    pub fn forget_inherited(self: &Arc<Self>) {
+        self.storage.forget();
+        self.buffer.forget();
+        self.storage_pool.forget();
+        self.buffer_pool.forget();
+        // Its destructors take locks.
+        std::mem::forget(Arc::clone(self));
     }
 
     /// Changes the limits of later allocations.
@@ -84,14 +78,14 @@ impl ProcessStore {
         self.buffer_pool.set_limit(limits.buffer_bytes);
     }
 
-    /// Declares `owner` an address of this process. Shards at this address are looked up here instead of fetched,
-    /// unless another process named them.
+    /// Declares `owner` an address of this store. Shards at this address are looked up here instead of fetched, unless
+    /// another store named them.
     pub fn add_own_address(&self, owner: Arc<str>) {
         self.own_addresses.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
-    /// Whether a shard at an address of this process is looked up here. A shard that another process named is not: that
-    /// process served at the same address before, or does so by now.
+    /// Whether a shard at an address of this store is looked up here. A shard that another store named is not: that one
+    /// served at the same address before, or does so by now.
     pub(crate) fn owns(&self, id: &ShardId) -> bool {
         id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
@@ -118,7 +112,7 @@ impl ProcessStore {
     ///
     /// # Errors
     /// [`StoreError::Exists`] if the name is taken, [`StoreError::Invalid`] if it has the form of ids that stores give;
-    /// and the errors of [`put`](ProcessStore::put).
+    /// and the errors of [`put`](TensorStore::put).
     pub fn put_as(
         &self,
         id: &ShardId,
@@ -307,7 +301,7 @@ impl ProcessStore {
         cut.collect()
     }
 
-    /// Removes these shards from the storage and from this process's fetch buffer. Missing and repeated ids do not
+    /// Removes these shards from the storage and from the fetch buffer. Missing and repeated ids do not
     /// count.
     pub fn remove(&self, ids: &[ShardId]) -> Removed {
         let (removed, stored) = self.storage.remove(ids);
@@ -341,7 +335,7 @@ impl ProcessStore {
     /// Claims stored shards for a step, with which they end.
     ///
     /// # Errors
-    /// As of [`begin_step`](ProcessStore::begin_step).
+    /// As of [`begin_step`](TensorStore::begin_step).
     pub fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         self.storage.claim(step, claimant, ids)
     }

@@ -10,11 +10,11 @@ use common::{
     LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within,
 };
 use tundish_store::{
-    Dtype, FetchReceiver, MissingShard, ProcessStore, ShardId, ShardRows, StoreError, TensorMeta, TensorToStore,
+    Dtype, FetchReceiver, MissingShard, ShardId, ShardRows, StoreError, TensorMeta, TensorStore, TensorToStore,
     TimeLimit, Transport,
 };
 
-fn assert_nothing_is_held(store: &ProcessStore) {
+fn assert_nothing_is_held(store: &TensorStore) {
     let stats = store.stats();
     assert_eq!((stats.storage.num_entries, stats.storage.total_bytes), (0, 0));
     assert_eq!((stats.buffer.num_entries, stats.buffer.total_bytes), (0, 0));
@@ -273,7 +273,7 @@ fn shards_that_differ_from_their_handle_are_refused() {
 
 #[test]
 fn a_shard_under_a_given_name_never_changes() {
-    let owner = ProcessStore::new(LIMITS);
+    let owner = TensorStore::new(LIMITS);
     let id: ShardId = "outside.1".parse().unwrap();
     let select = [ShardRows { id: id.clone(), rows: None }];
     let put_as = |id: &ShardId, bytes: &[u8]| {
@@ -296,7 +296,7 @@ fn a_shard_under_a_given_name_never_changes() {
 
 #[test]
 fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
-    let owner = ProcessStore::new(LIMITS);
+    let owner = TensorStore::new(LIMITS);
     let age = || owner.stats().storage.oldest_unclaimed_seconds;
     assert_eq!(age(), 0.0);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
@@ -372,7 +372,7 @@ fn a_response_without_all_shards_is_an_error() {
 
 #[test]
 fn large_tensors_in_recycled_memory_are_whole() {
-    let (store, transport) = (ProcessStore::new(LIMITS), LocalTransport::new(SendAs::SegmentRange));
+    let (store, transport) = (TensorStore::new(LIMITS), LocalTransport::new(SendAs::SegmentRange));
     transport.add(OWNER, &store);
     // Past the caches, by several threads; odd lengths, so that nothing ends where a thread or a page does.
     let sizes = [(33 << 20) + 7, (40 << 20) + 4095, 70_001];
