@@ -38,7 +38,7 @@ SINGLE_IMPORTER: dict[str, str] = {
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",
     "tundish.packing.stream_source": "how far a source is, apart from how its samples are packed",
-    "tundish.scatter.loader_state": "what a resume needs, without any channel or thread",
+    "tundish.rtensor.group_drain": "the drain of all ranks, apart from one process's store",
     "tundish.scatter.prefetch": "the thread of a loader, its queue and its end",
     "tundish.scatter.transport.shared_memory": "one of the three transports",
     "tundish.shm.supervisor": "the processes of a pool, apart from its tasks",

@@ -7,7 +7,7 @@ this order:
 2. `iteration` passes them to `steps`, which sends every rank its own; on the other ranks it receives them from there.
    `batch_bytes` and `transport` carry them; `rendezvous` has connected the ranks, which `participants` names.
 3. `prefetch` does 1 and 2 on a thread and queues the steps, or does them when the caller asks.
-4. `dispatch_loader` makes the batch of a step that its iterator takes, and `loader_state` counts it.
+4. `dispatch_loader` makes the batch of a step that its iterator takes, and counts it.
 
 Its modules, and torch, are imported when one of its names is first used.
 """
