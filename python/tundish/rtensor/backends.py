@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import Any, Final, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ from tundish.rtensor.dense_tensors import tensors_over
 from tundish.rtensor.handles import TensorShardInfo
 from tundish.tensor_bytes import raw_bytes
 
-if TYPE_CHECKING:
-    from tundish.rtensor.tensor_store import TensorStore
-
 
 class Removed(TypedDict):
     """The counts of a removal: shards that were removed, their tensors (one each) and bytes."""
@@ -48,6 +45,15 @@ class Removed(TypedDict):
     cleared_count: int
     num_tensors: int
     total_bytes: int
+
+
+class BackedStore(Protocol):
+    """The store that a backend works for: a `TensorStore`."""
+
+    shards: ShardStore
+
+    def address(self) -> str:
+        """The address of its server, which starts if there is none."""
 
 
 class Backend:
@@ -69,9 +75,9 @@ class Backend:
     """
 
     shared_memory = True
-    tensor_store: TensorStore
+    tensor_store: BackedStore
 
-    def attach(self, tensor_store: TensorStore) -> None:
+    def attach(self, tensor_store: BackedStore) -> None:
         """Begin to work for a store.
 
         Args:
@@ -219,7 +225,7 @@ class LocalBackend(Backend):
         >>> td.rtensor.set_backend(None)
     """
 
-    def attach(self, tensor_store: TensorStore) -> None:
+    def attach(self, tensor_store: BackedStore) -> None:
         super().attach(tensor_store)
         self.shards.add_own_address(LOCAL_ADDRESS)
 

@@ -9,20 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Set
+from typing import Any, Protocol
 
+from tundish._native import ShardStore
 from tundish.distributed import Voter
 from tundish.rtensor.handles import by_owner, required_handles
 from tundish.rtensor.workers import HttpRequest, Worker, WorkerConnections
-
-if TYPE_CHECKING:
-    from tundish.rtensor.tensor_store import TensorStore
 
 # Within which an owner answers a drain.
 _TIMEOUT_SECONDS = 30.0
 
 
-def drain_group(store: TensorStore, voter: Voter, claim: Any) -> None:
+class DrainedStore(Protocol):
+    """The store of a rank: a `TensorStore`."""
+
+    shards: ShardStore
+    kept: set[str]
+
+    def own_addresses(self) -> set[str]:
+        """The addresses by which handles name it."""
+
+    def drop_fetched(self, claims: list[str]) -> None:
+        """Drop all that was fetched since the last step, and what was fetched of `claims` at any time."""
+
+    def drop_kept(self, shard_ids: Set[str]) -> None:
+        """Drop what is kept of these shards of other owners."""
+
+
+def drain_group(store: DrainedStore, voter: Voter, claim: Any) -> None:
     """Collective: drops what each rank fetched in its `store`, and removes the shards of the handles in `claim`."""
     problem: BaseException | None = None
     claims: dict[str, list[str]] = {}
@@ -60,7 +75,7 @@ def _union(values: list[str]) -> str:
     return json.dumps(sorted(set().union(*map(json.loads, values))))
 
 
-def remove_claimed(store: TensorStore, claims: dict[str, list[str]]) -> None:
+def remove_claimed(store: DrainedStore, claims: dict[str, list[str]]) -> None:
     """Remove shards of `store` and of other owners, given by owner. Raise the first failure."""
     here = store.own_addresses()
     store.shards.remove([shard_id for owner in here for shard_id in claims.get(owner, [])])
