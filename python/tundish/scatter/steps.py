@@ -85,9 +85,12 @@ class ScatterStats(TypedDict):
     """Bytes of the batches sent."""
     waiting_seconds: float
     """Seconds spent waiting for other ranks."""
-    memory: dict[str, int]
-    """The source's shared memory: `in_use_bytes` on their way, `cached_bytes` for the next batches, `escaped_bytes`
-    that receivers hold."""
+    in_use_bytes: int
+    """The source's shared memory with batches on their way."""
+    cached_bytes: int
+    """The source's shared memory that is kept for the next batches."""
+    escaped_bytes: int
+    """The source's shared memory with batches that receivers hold."""
 
 
 class ScatterRank:
@@ -179,7 +182,9 @@ class ScatterRank:
             batches=self._batches,
             sent_bytes=0 if channels is None else sum(sender.sent_bytes for sender in channels.senders),
             waiting_seconds=self._waited,
-            memory={name: memory[name] for name in ("in_use_bytes", "cached_bytes", "escaped_bytes")},
+            in_use_bytes=memory["in_use_bytes"],
+            cached_bytes=memory["cached_bytes"],
+            escaped_bytes=memory["escaped_bytes"],
         )
 
     def _begin_step(self) -> None:
