@@ -8,10 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tundish.errors import InvalidInputError, NotFoundError, StorageError
 
@@ -24,6 +25,26 @@ _TYPES = {
 }
 
 
+class _NamedFile(io.FileIO):
+    """An open file whose errors name it."""
+
+    def __init__(self, descriptor: int, path: str, what: str) -> None:
+        super().__init__(descriptor, "rb")
+        self._path, self._what = path, what
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            raise _unreadable(self._path, error, self._what) from error
+
+    def readall(self) -> bytes:
+        try:
+            return super().readall()
+        except OSError as error:
+            raise _unreadable(self._path, error, self._what) from error
+
+
 def open_regular_file(path: str | os.PathLike[str], what: str) -> BinaryIO:
     """Open a regular file for reading, as `open(path, "rb")` does.
 
@@ -34,7 +55,7 @@ def open_regular_file(path: str | os.PathLike[str], what: str) -> BinaryIO:
     Raises:
         InvalidInputError: `path` is a folder, a FIFO, a socket or a device, or cannot be a path.
         NotFoundError: Nothing has this path.
-        StorageError: The file cannot be opened.
+        StorageError: The file cannot be opened. Reading raises it, too.
     """
     name = os.fspath(path)
     try:
@@ -51,7 +72,7 @@ def open_regular_file(path: str | os.PathLike[str], what: str) -> BinaryIO:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise _refused(name, mode, what)
-        return os.fdopen(descriptor, "rb")
+        return io.BufferedReader(_NamedFile(descriptor, name, what))
     except BaseException:
         os.close(descriptor)
         raise
@@ -71,11 +92,8 @@ def read_regular_file(path: str | os.PathLike[str], what: str, limit_bytes: int)
         StorageError: The file cannot be opened or read.
     """
     with open_regular_file(path, what) as file:
-        try:
-            # Files of /proc have no size, and a file may grow meanwhile: the bytes count, not the size.
-            content = file.read(limit_bytes + 1)
-        except OSError as error:
-            raise _unreadable(os.fspath(path), error, what) from error
+        # Files of /proc have no size, and a file may grow meanwhile: the bytes count, not the size.
+        content = file.read(limit_bytes + 1)
     if len(content) > limit_bytes:
         raise InvalidInputError(f"{os.fspath(path)}: has more than {limit_bytes} bytes; give {what}")
     return content

@@ -17,7 +17,7 @@ from support.integrations.tiny_models import draw_chats
 from torch.utils.data import DataLoader
 
 import tundish as td
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 CHATS = Dataset.from_list(draw_chats(50, "completion_mask", "assistant_masks"))
 MASKS = ("completion_mask", "assistant_masks")
@@ -268,3 +268,20 @@ def test_refused(changed: dict[str, Any], error: type[Exception], message: str) 
 def test_a_column_length_that_is_out_of_date_is_not_used() -> None:
     packs = td.hf.pack_dataset(CHATS.add_column("length", [1] * len(CHATS)), 64)
     assert packs[:]["seq_lengths"] == td.hf.pack_dataset(CHATS, 64)[:]["seq_lengths"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (
+            [["a", "b"], ["a", "b"]],
+            "column 'w' holds list<.*string>, and columns of samples are lists of numbers",
+        ),
+        ([None, None], "column 'w' holds null"),
+        ([[0.5, 0.5], None], "sample 1 of dataset 0 lacks w, .* or has null there"),
+    ],
+)
+def test_a_column_that_holds_no_numbers_is_refused_for_what_it_holds(weights: list[Any], says: str) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3, 4]], "w": weights})
+    with pytest.raises((InvalidInputError, InvalidTypeError), match=says):
+        td.hf.pack_dataset(rows, 4, columns={"w": 0.0})

@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -30,6 +32,23 @@ def test_a_file_of_the_kernel_without_a_size_is_read() -> None:
     assert read_regular_file("/proc/self/stat", WHAT, limit_bytes=10_000).startswith(
         str(os.getpid()).encode()
     )
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    # Nothing is mapped at address 0.
+    path = "/proc/self/mem"
+    says = f"{path}: cannot be read: Input/output error"
+    with pytest.raises(StorageError, match=says):
+        read_regular_file(path, WHAT, limit_bytes=100)
+    reads: list[Callable[[BinaryIO], object]] = [
+        lambda file: file.read(8),
+        lambda file: file.read(),
+        lambda file: file.readline(),
+        list,
+    ]
+    for read in reads:
+        with open_regular_file(path, WHAT) as file, pytest.raises(StorageError, match=says):
+            read(file)
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "folder", "device"])

@@ -285,6 +285,8 @@ def what_is_refused(rank: int, line: Line) -> None:
     # The source would wait without end for a rank that prefetches less.
     unlike = outcome(lambda: td.DispatchLoader([1] if rank == 0 else None, prefetch_bytes=1 << rank))
     assert "prefetch_bytes is" in unlike[1] and "; give all ranks the same" in unlike[1]
+    unlike = outcome(lambda: td.DispatchLoader([1] if rank == 0 else None, skip_batches=rank))
+    assert "skip_batches is" in unlike[1] and "; give all ranks the same" in unlike[1]
     # And the next one works.
     with td.DispatchLoader(Numbered(4) if rank == 0 else None) as loader:
         assert [number_of(mine) for mine in loader] == [rank, rank + 2]

@@ -322,6 +322,9 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], said: str) -> 
         ({"device": True}, "device is True: give a torch.device"),
         ({"dataloader": None}, "loader is None"),
         ({"dataloader": 5}, "loader is 5"),
+        ({"dataloader": {"a": [1, 2]}}, r"loader is \{'a': \[1, 2\]\}: give an iterable of batches"),
+        ({"dataloader": "batches"}, "loader is 'batches': give an iterable of batches"),
+        ({"dataloader": b"batches"}, "loader is b'batches'"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:

@@ -198,6 +198,8 @@ def _pack(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> 
         return PackedDataset(source, plan, **named)
     # Refuses columns that are not known: `open_samples` would leave out those that are no lists of numbers.
     PackedDataset(source.with_format(None), plan, **named)
+    # Refuses columns that are named and hold no numbers, which it would leave out, too.
+    open_samples(source, columns=list(named.get("columns", ())))
     return PackedDataset(open_samples(source), plan, **named)
 
 

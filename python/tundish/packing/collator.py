@@ -176,7 +176,7 @@ class PackedCollator:
         if padding:
             # The padding begins where pieces begin: a model tells pieces by their least position.
             positions = batch["position_ids"]
-            first = positions[..., pieces[:-1]].amin(-1, keepdim=True)
+            first = positions[..., pieces[:-1]].amin(-1, keepdim=True) if before else 0
             positions[..., before:] = first + torch.arange(padding, device="cpu")
         if self.return_seq_idx:
             batch["seq_idx"] = _piece_numbers(sizes)
@@ -337,6 +337,12 @@ def _check_items(items: Any) -> None:
             wrong = f"has no tensor as its {', '.join(others)}"
         else:
             _check_tensors(item, f"item {number} of the batch has")
+            longest = item["max_seqlen"]
+            if not hasattr(longest, "__index__"):
+                raise InvalidTypeError(
+                    f"item {number} of the batch has the max_seqlen {longest!r:.100}, which is {format_type(longest)}: "
+                    "it is an integer"
+                )
             rows, expected = (tuple(one["position_ids"].shape[:-1]) for one in (item, items[0]))
             if rows != expected:
                 raise InvalidInputError(
@@ -354,7 +360,9 @@ def _check_tensors(item: Mapping[str, Any], found: str) -> None:
     """Refuse tensors that do not fit together, because they were changed after the `PackedDataset`."""
     for key in _TENSOR_KEYS:
         tensor = item[key]
-        if tensor.dtype not in _INTEGERS:
+        if tensor.is_nested:
+            wrong = "nested: items are collated one by one, and have one dimension"
+        elif tensor.dtype not in _INTEGERS:
             wrong = f"of dtype {str(tensor.dtype).removeprefix('torch.')}: they are integers"
         elif tensor.ndim not in ((1, 2) if key == "position_ids" else (1,)):
             wrong = f"of shape {tuple(tensor.shape)}: items are collated one by one, and have one dimension"

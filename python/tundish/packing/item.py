@@ -222,7 +222,8 @@ def _checked_positions(made: Any, tokens: int, sample: Sample) -> NDArray[np.int
     where = name_sample(sample.dataset, sample.number)
     try:
         array = made.numpy(force=True) if isinstance(made, torch.Tensor) else np.asarray(made)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
+        # torch raises any of these for a tensor.
         raise InvalidTypeError(f"positions gave {format_type(made)} for {where}: {error}") from error
     if array.dtype.kind not in "iu":
         raise InvalidTypeError(
@@ -233,6 +234,8 @@ def _checked_positions(made: Any, tokens: int, sample: Sample) -> NDArray[np.int
             f"positions gave the shape {array.shape} for a piece of {where} with {tokens} tokens: give ({tokens},), or "
             f"(rows, {tokens}), as get_rope_index(...)[0][:, 0] of transformers has it"
         )
+    if array.dtype == np.uint64 and (largest := int(array.max())) > np.iinfo(np.int64).max:
+        raise InvalidInputError(f"positions gave {largest} for {where}: positions are int64")
     return array.astype(np.int64)
 
 

@@ -229,7 +229,8 @@ class SampleReader:
             raise InvalidTypeError(f"{where} has no input_ids; its keys are {_listed(keys)}")
         if missing := [name for name in self._named if name not in keys]:
             raise InvalidInputError(
-                f"{where} lacks {', '.join(missing)}, named in columns or sample_columns; its keys are {_listed(keys)}"
+                f"{where} lacks {', '.join(missing)}, named in columns or sample_columns, or has null there; its keys "
+                f"are {_listed(keys)}"
                 ". (A sample that has no value for one of sample_columns has None there)"
             )
         unknown = [key for key in keys if key not in self._known]

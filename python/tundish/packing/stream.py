@@ -263,8 +263,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         self._loaded, self._iteration = loaded, None
 
     def _keep_first_state(self) -> None:
-        source: Any = self.samples
-        if self._first is None and isinstance(source, Iterator) and is_stateful(source):
+        if self._first is None and isinstance(self.samples, Iterator) and is_stateful(self.samples):
+            source: Any = self.samples
             self._first = copy.deepcopy(source.state_dict())
 
     @property

@@ -265,7 +265,9 @@ class DispatchLoader(Generic[T_co]):
                 error = caught
             # 2. Compare them with those of other ranks, and learn the source's length and the loader's name.
             # Receivers would wait without end for a source that may prefetch more than they do.
-            same = same_arguments(tail=repr(tail), prefetch=prefetch, prefetch_bytes=prefetch_bytes)
+            same = same_arguments(
+                tail=repr(tail), prefetch=prefetch, prefetch_bytes=prefetch_bytes, skip_batches=skip_batches
+            )
             text = json.dumps((length, secrets.token_hex(16))) if is_source else None
             text = voter.broadcast(
                 text,
@@ -476,10 +478,12 @@ class DispatchLoader(Generic[T_co]):
             if dataloader is not None:
                 raise InvalidInputError("only the source has a loader: pass None on all other ranks")
             return None
-        if not isinstance(dataloader, Iterable):
+        # Iterating over these gives keys, letters and numbers.
+        if not isinstance(dataloader, Iterable) or isinstance(dataloader, Mapping | str | bytes):
             raise InvalidTypeError(
-                f"the source's loader is {dataloader!r}: give an iterable of batches, for example a DataLoader. Each "
-                "group has its own source; name ranks that get the same batches as those of another group by replicate="
+                f"the source's loader is {dataloader!r:.100}: give an iterable of batches, for example a DataLoader. "
+                "Each group has its own source; name ranks that get the same batches as those of another group by "
+                "replicate="
             )
         # A source of each node may read a part of the data.
         if is_whole_job:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.packing.samples import pieces_of
+from support.packing.samples import make_nested, pieces_of
 from support.packing.small_llama import k_gradient, loss_apart, small_llama
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
@@ -96,6 +96,9 @@ def test_what_is_no_batch_is_refused(items: Any, says: str) -> None:
     assert td.PackedCollator()([ITEM, ITEM])["input_ids"].tolist() == [[1, 1]]
 
 
+NESTED = make_nested()
+
+
 def item_of(**changed: Any) -> dict[str, Any]:
     """A good item of two pieces and four tokens, but for what is changed."""
     return {
@@ -118,6 +121,12 @@ def item_of(**changed: Any) -> dict[str, Any]:
         ({"labels": torch.ones((), dtype=torch.int64)}, InvalidTypeError, r"labels of shape \(\)"),
         ({"cu_seqlens": torch.tensor([0, 4], device="meta")}, InvalidTypeError, "cu_seqlens on meta: .* the CPU"),
         ({"labels": torch.arange(4).to_sparse()}, InvalidTypeError, "labels on sparse_coo: .* the CPU"),
+        ({"input_ids": NESTED}, InvalidTypeError, "input_ids nested: .* one dimension"),
+        ({"position_ids": NESTED}, InvalidTypeError, "position_ids nested"),
+        ({"cu_seqlens": NESTED}, InvalidTypeError, "cu_seqlens nested"),
+        ({"max_seqlen": "a"}, InvalidTypeError, "the max_seqlen 'a', which is a str: it is an integer"),
+        ({"max_seqlen": None}, InvalidTypeError, "the max_seqlen None"),
+        ({"max_seqlen": 2.5}, InvalidTypeError, "the max_seqlen 2.5"),
         ({"labels": torch.tensor([1, 2, 3])}, InvalidInputError, "4 input_ids but 3 labels"),
         ({"position_ids": torch.arange(5)}, InvalidInputError, "4 input_ids but 5 position_ids"),
         ({"cu_seqlens": torch.tensor([0, 1, 5])}, InvalidInputError, r"cu_seqlens \[0, 1, 5\], .* from 0 to 4"),
@@ -136,6 +145,16 @@ def test_an_item_whose_tensors_do_not_fit_is_named(
     collate = td.PackedCollator(return_flash_attn_kwargs=True, return_seq_idx=True)
     with pytest.raises(kind, match=f"item 1 of the batch has .*{says}"):
         collate([item_of(), item_of(**changed)])
+
+
+def test_a_batch_without_tokens_is_padding_alone() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    item = item_of(
+        input_ids=none, labels=none, position_ids=none, cu_seqlens=torch.zeros(1, dtype=torch.int32)
+    )
+    batch = td.PackedCollator(pad_to=4, pad_token_id=9)([item])
+    assert batch["input_ids"].tolist() == [[9] * 4] and batch["labels"].tolist() == [[-100] * 4]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3]]
 
 
 def test_a_batch_beyond_what_its_bounds_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.packing.samples import make_nested
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import tundish as td
@@ -166,6 +167,9 @@ def test_pieces_of_a_sample_that_is_cut_are_called_apart() -> None:
     assert called == [[1, 2, 3, 4], [5], [6, 7]]
 
 
+NESTED = make_nested()
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "says"),
     [
@@ -174,6 +178,8 @@ def test_pieces_of_a_sample_that_is_cut_are_called_apart() -> None:
         (torch.zeros(0, 3).long(), InvalidInputError, r"shape \(0, 3\)"),
         (torch.zeros(3), InvalidTypeError, "a Tensor of dtype float32 for sample 0 of dataset 0: positions are"),
         (None, InvalidTypeError, "positions gave None of dtype object for sample 0"),
+        (np.array([0, 1, 2**63], np.uint64), InvalidInputError, "9223372036854775808 for sample 0 .*: .* int64"),
+        (NESTED, InvalidTypeError, "positions gave a Tensor for sample 0"),
         ([[0, 1, 2], [0]], InvalidTypeError, "positions gave a list for sample 0 of dataset 0"),
     ],
 )  # fmt: skip

@@ -68,6 +68,7 @@ def test_damaged_files_are_refused(index: Path, tmp_path: Path) -> None:
 
     for content, message in (
         (b"", "not an index of Megatron-LM"),
+        (changed(26, "<Q", 0)[:documents_at], "its documents do not go from sequence 0 to 5"),
         (b"TNTIDX\x00\x00" + bytes(30), "not an index of Megatron-LM"),
         (changed(9, "<Q", 2), "has version 2 and dtype 8"),
         (changed(17, "<B", 9), "has version 1 and dtype 9"),

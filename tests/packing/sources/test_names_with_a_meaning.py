@@ -141,6 +141,11 @@ def test_two_columns_of_one_name_are_refused() -> None:
         twice = pa.Table.from_arrays([pa.array([IDS]), mask, mask], ["input_ids", name, name])
         with pytest.raises(InvalidInputError, match=f"2 columns named '{name}'; rename them"):
             td.packing.open_samples(twice)
+    weights = pa.array([[0.5, 0.5, 1.0, 1.0]])
+    for other in (weights, pa.array(["n/a"])):
+        twice = pa.Table.from_arrays([pa.array([IDS]), weights, other], ["input_ids", "w", "w"])
+        with pytest.raises(InvalidInputError, match="2 columns named 'w'; rename them"):
+            td.packing.open_samples(twice)
 
 
 def test_what_is_made_of_the_pieces_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.packing.samples import Rows
+from support.packing.samples import Rows, make_nested
 from support.packing.sources import assert_packs_alike, draw_rows, write_megatron
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, TundishError
 
 ROWS = draw_rows(30)
 TOKENS = [row["input_ids"] for row in ROWS]
@@ -26,6 +26,9 @@ TOKENS = [row["input_ids"] for row in ROWS]
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(ROWS)
+
+
+NESTED = make_nested()
 
 
 def test_samples_of_every_form() -> None:
@@ -81,6 +84,8 @@ def test_errors_of_a_dataset_are_its_own() -> None:
         ([[1], "ab"], InvalidTypeError, "sample 1 is a str, .*: tokenize the texts first"),
         ([[1], None], InvalidTypeError, "sample 1 is None"),
         ([[1], [[1, 2]]], InvalidTypeError, "sample 1 is nested, and the tokens of a sample have one dimension"),
+        ([[1], NESTED], InvalidTypeError, "sample 1 is nested, and the tokens of a sample have one dimension"),
+        ([{"input_ids": NESTED}], InvalidTypeError, "input_ids of sample 0 is nested"),
         ([{"input_ids": torch.ones(1, 4)}], InvalidTypeError, r"input_ids of sample 0 is of shape \(1, 4\)"),
         ([{"input_ids": [1]}, {"ids": [1]}], InvalidInputError, "sample 1 has no column 'input_ids': its only column"),
         ([{"text": "a", "id": 1}], InvalidInputError, "no column 'length' and no 'input_ids': its columns are 'text'"),
@@ -237,3 +242,12 @@ def test_what_is_no_regular_file_is_refused_and_nothing_waits(tmp_path: Path) ->
         if source != tmp_path / "c.idx":
             with pytest.raises(TundishError, match=r"is a (FIFO|device)|no such file|is a folder that"):
                 td.packing.lengths(source)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.npy", "a.npz", "a.arrow", "a.idx", "unnamed"])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    # Nothing is mapped at address 0.
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    for ask in (td.packing.lengths, td.packing.open_samples):
+        with pytest.raises(StorageError, match=f"{name}: cannot be read: Input/output error"):
+            ask(tmp_path / name)

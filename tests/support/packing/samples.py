@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 
 class Rows:
@@ -46,3 +49,11 @@ def pieces_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for item in items
         for start, stop in pairwise(item["cu_seqlens"].tolist())
     ]
+
+
+def make_nested() -> torch.Tensor:
+    """A nested tensor, which has no shape that can be asked for."""
+    with warnings.catch_warnings():
+        # torch says that they are a prototype.
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.arange(3), torch.arange(2)])

@@ -160,7 +160,8 @@ class _Index(NamedTuple):
             )
         bounds = self.documents
         expected = len(bounds) and (bounds[0], bounds[-1]) == (0, len(self.lengths))
-        if len(bounds) and (not expected or (np.diff(bounds) < 0).any()):
+        is_empty = not len(bounds) and not len(self.lengths)
+        if not is_empty and (not expected or (np.diff(bounds) < 0).any()):
             raise InvalidInputError(
                 f"{path}: its documents do not go from sequence 0 to {len(self.lengths)}: the file is damaged, write "
                 "it again"

@@ -95,7 +95,9 @@ def _refusal(value: Any, key: str | None, where: str) -> TundishError:
             f"{found} is {format_type(value)}, unlike in samples before it: a column holds token counts, or tokens"
         )
     if _is_sequence(value):
-        described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else "nested"
+        # A nested tensor has no shape that can be asked for.
+        has_shape = not getattr(value, "is_nested", False) and hasattr(value, "shape")
+        described = f"of shape {tuple(value.shape)}" if has_shape else "nested"
         return InvalidTypeError(f"{found} is {described}, and the tokens of a sample have one dimension")
     hint = "" if key is None else ", or their number"
     if isinstance(value, str):

@@ -436,12 +436,8 @@ def _choose_sample_columns(
     taken = {tokens, INPUT_IDS}
     if columns is None:
         # A mask is looked for by its name before its type: left out, it would have prompts trained on.
-        columns = [
-            name
-            for name in dict.fromkeys(schema.names)
-            if name in MEANINGFUL_KEYS
-            or (schema.names.count(name) == 1 and _is_number_list(schema.field(name).type))
-        ]
+        numbers = {field.name for field in schema if _is_number_list(field.type)}
+        columns = [name for name in dict.fromkeys(schema.names) if name in MEANINGFUL_KEYS or name in numbers]
     others = [choose_column(schema.names, name, (), where) for name in columns if name not in taken]
     for name in others:
         kind = schema.field(name).type
