@@ -92,8 +92,9 @@ def pack_dataset(
 
     Returns:
         A `datasets.Dataset` with one row a pack. `select`, `shuffle`, `train_test_split`, `shard`, and removing and
-        selecting columns work as usual. Columns cannot be renamed. `save_to_disk` would write the numbers of the packs:
-        save the plan instead. A stream gives a `datasets.IterableDataset`, which one process reads.
+        selecting columns work as usual. Columns cannot be renamed. `save_to_disk` raises, and `sort`, `unique`,
+        `to_parquet` and others find the numbers of the packs: save the plan instead. A stream gives a
+        `datasets.IterableDataset`, which one process reads.
 
     Raises:
         InvalidInputError: `max_length` is missing, `mode` and `strategy` are both given, an argument is out of range, a
