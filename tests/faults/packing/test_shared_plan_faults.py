@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -80,35 +79,6 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
 
         assert {message[1] for message in job.hear_all()} == {alone.fingerprint}
         job.expect_end()
-
-
-def removed_before_it_is_mapped(rank: int, line: Line) -> None:
-    folder = Path(line.hear())
-    mapping, mapped = planning.map_existing_plan, folder / "mapped"
-    calls: list[Path] = []
-
-    def map_existing_plan(target: Path) -> td.PackPlan:
-        calls.append(target)
-        if rank == 1 and len(calls) == 1:
-            while not mapped.exists():
-                time.sleep(0.01)
-            shutil.rmtree(target)
-        plan = mapping(target)
-        # Rank 0 builds the plan, which it maps too, and then maps it for itself.
-        if rank == 0 and len(calls) == 2:
-            mapped.touch()
-        return plan
-
-    planning.map_existing_plan = map_existing_plan
-    line.say(*outcome(lambda: share(folder).verify()))
-
-
-def test_a_plan_removed_from_the_cache_before_it_is_mapped_is_built_again(tmp_path: Path) -> None:
-    with Job(removed_before_it_is_mapped, 2, tmp_path) as job:
-        job.tell_all(str(tmp_path))
-        assert [message[0] for message in job.hear_all()] == ["", ""]
-        job.expect_end()
-    assert len(os.listdir(tmp_path / "cache")) == 1
 
 
 class KilledWhileRead:
