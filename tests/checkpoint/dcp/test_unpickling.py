@@ -7,11 +7,17 @@ import collections
 import datetime
 import enum
 import functools
+import io
 import os
 import pathlib
 import pickle
 import random
+import re
+import struct
+import subprocess
+import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +173,171 @@ def test_an_object_of_somebody_else_runs_no_code(
         load_dcp(state, saved)
     assert not (tmp_path / "mark").exists()
     assert state["o"] is None and not state["w"].any()
+
+
+def object_of_somebody_else(root: Path, data: bytes, patch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose value "o" is `data`."""
+    patch.setattr("tundish.checkpoint.dcp.save._pickled", lambda *_: data)
+    return checkpoint(root, {"o": 1})
+
+
+def archive_of(data: bytes) -> bytes:
+    """What `torch.save` would write for an object with this pickle."""
+    stream, made = io.BytesIO(), io.BytesIO()
+    torch.save(1, stream)
+    with zipfile.ZipFile(stream) as theirs, zipfile.ZipFile(made, "w") as ours:
+        for name in theirs.namelist():
+            ours.writestr(name, data if name.endswith("/data.pkl") else theirs.read(name))
+    return made.getvalue()
+
+
+class Program(torch.nn.Module):
+    """A TorchScript program that writes a file when it is loaded."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def forward(self) -> str:
+        return self.mark
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.mark, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.mark = state[0]
+        # torch leaves out what changes nothing.
+        written = torch.from_file(self.mark, True, 8, dtype=torch.uint8).fill_(65)
+        self.training = bool(written.sum())
+
+
+def with_second_directory(archive: bytes) -> bytes:
+    """The same records for torch, which finds their directory by its offset; for Python, others of no meaning."""
+    end = archive.rfind(b"PK\5\6")
+    count, size, start = struct.unpack("<HII", archive[end + 10 : end + 20])
+    entries = [
+        struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, *([0] * 4), 33, 0, 0, 0, 1, *([0] * 6))
+        + b"%d" % (n % 10)
+        for n in range(count)
+    ]
+    comment = size - sum(map(len, entries))
+    entries[-1] = entries[-1][:32] + struct.pack("<H", comment) + entries[-1][34:] + b" " * comment
+    directory = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, size, start, 0)
+    return archive[: start + size] + b"".join(entries) + directory
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning", "ignore:.*TorchScript archive:UserWarning"
+)
+@pytest.mark.parametrize("change", [bytes, with_second_directory])
+def test_a_program_in_the_place_of_an_object_does_not_run(
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, mark = io.BytesIO(), tmp_path / "mark"
+    torch.jit.save(torch.jit.script(Program(str(mark))), stream)  # type: ignore[no-untyped-call]
+    saved = object_of_somebody_else(tmp_path / "root", change(stream.getvalue()), monkeypatch)
+    mark.unlink(missing_ok=True)
+    state = {"o": None}
+    with pytest.raises((CorruptCheckpointError, InvalidTypeError), match="'o' in"):
+        load_dcp(state, saved)
+    assert not mark.exists() and state["o"] is None
+
+
+def change_of(subject: bytes, attribute: str, value: bytes) -> bytes:
+    """A pickle that sets an attribute of something that it only names."""
+    name = struct.pack("<I", len(attribute)) + attribute.encode()
+    return b"\x80\2" + subject + b"N}X" + name + value + b"s\x86b."
+
+
+MEMBER = b"cbuiltins\ngetattr\nc%s\nColor\nX\3\0\0\0RED\x86R" % __name__.encode()
+CHANGES = [
+    (pathlib.PosixPath, b"cpathlib\nPosixPath\n", "exists", b"cpathlib\nPurePosixPath\n"),
+    (argparse.Namespace, b"cargparse\nNamespace\n", "__init__", b"cbuiltins\nlist\n"),
+    (torch._utils._rebuild_tensor_v2, b"ctorch._utils\n_rebuild_tensor_v2\n", "__defaults__", b"K\5\x85"),
+    (Color.RED, MEMBER, "_value_", b"K\5"),
+]
+
+
+@pytest.mark.parametrize(("owner", "subject", "attribute", "value"), CHANGES)
+def test_a_pickle_changes_nothing_that_it_only_names(
+    owner: Any, subject: bytes, attribute: str, value: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = getattr(owner, attribute)
+    data = archive_of(change_of(subject, attribute, value))
+    saved = object_of_somebody_else(tmp_path / "root", data, monkeypatch)
+    try:
+        with pytest.raises(InvalidTypeError, match="to change it"):
+            load_dcp({"o": None}, saved)
+        assert getattr(owner, attribute) == before
+    finally:
+        if getattr(owner, attribute) != before:
+            setattr(owner, attribute, before)
+
+
+def test_metadata_of_somebody_else_changes_no_type(tmp_path: Path) -> None:
+    saved, before = checkpoint(tmp_path / "root", {"w": torch.ones(3)}), pathlib.PosixPath.exists
+    (saved / ".metadata").write_bytes(change_of(*CHANGES[0][1:]))
+    add_checksums(saved)
+    try:
+        with pytest.raises(CorruptCheckpointError, match="to change it"):
+            load_dcp({"w": torch.zeros(3)}, saved)
+        assert pathlib.PosixPath.exists is before
+    finally:
+        if pathlib.PosixPath.exists is not before:
+            del pathlib.PosixPath.exists
+
+
+class Forged:
+    """An array whose elements are addresses; `dtype` says how the pickle hides that."""
+
+    def __init__(self, dtype: Any) -> None:
+        self._dtype = dtype
+
+    def __reduce__(self) -> Any:
+        if self._dtype == "O":
+            return np.ndarray, ((1,), np.dtype("O"), bytearray(b"A" * 8))
+        return np.frombuffer, (b"A" * 8, self._dtype)
+
+
+class ForgedDtype:
+    """A dtype whose pickled state is false."""
+
+    def __init__(self, fields: Any, size: int) -> None:
+        self._state = (3, "|", None, tuple(fields), fields, size, 1, 0)
+
+    def __reduce__(self) -> Any:
+        return np.dtype, ("V8", False, True), self._state
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Forged("O"), ForgedDtype({"a": (np.dtype("O"), 0)}, 8), ForgedDtype({"a": (np.dtype("i8"), 9999)}, 8)],
+    ids=["objects of bytes", "hidden objects", "field outside"],
+)
+def test_an_array_reaches_only_its_own_memory(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    saved = object_of_somebody_else(tmp_path / "root", stream.getvalue(), monkeypatch)
+    # In a process of its own: following an address would end it.
+    code = f"from tundish.checkpoint import load_dcp; state = {{'o': 0}}; load_dcp(state, {str(saved)!r}); print(state)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert re.search(r"(InvalidTypeError|CorruptCheckpointError): 'o' in", process.stderr)
+
+
+def test_a_name_that_is_not_read_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy")
+    asked: list[str] = []
+    lazy.__getattr__ = asked.append  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    saved = object_of_somebody_else(tmp_path / "root", archive_of(b"\x80\2clazy\nModel\n."), monkeypatch)
+    with pytest.raises(InvalidTypeError, match=r"lazy\.Model"):
+        load_dcp({"o": None}, saved)
+    assert asked == []
 
 
 def test_a_type_of_the_user_is_saved_and_read_where_it_is_trusted(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ These readers know a list of names, and refuse every other one.
 
 Invariants:
     - No module is imported and nothing is called for a name that is neither on the list nor trusted by the caller.
+    - A pickle changes only objects that it made: no type, function or member of an enumeration.
+    - torch never sees the bytes of a checkpoint, in which it may find another format, but an archive made here.
     - Everything that torch writes into `.metadata` can be read.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import _compat_pickle
 import io
 import pickle
+import re
 import sys
 import types
 import zipfile
@@ -20,6 +23,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import IO, Any, ClassVar
 
+import numpy as np
 import torch
 
 from tundish.errors import InvalidTypeError
@@ -93,17 +97,40 @@ class UntrustedNameError(pickle.UnpicklingError):
         self.name = name
 
 
-class _Unpickler(pickle.Unpickler):
-    """Finds the names of `known`; subclasses say which."""
+# What a pickle may name, and must not change.
+_SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Finds the names of `known`; subclasses say which. Python's, of which single operations can be replaced."""
 
     known: ClassVar[_Names]
     trusted: ClassVar[frozenset[tuple[str, str]]] = frozenset()
+    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = _renamed(module, name)
         if name in self.known.get(module, ()) or (module, name) in self.trusted:
             return super().find_class(module, name)
         raise UntrustedNameError(f"{module}.{name}")
+
+    def _build(self) -> None:
+        """Give the object below the top of the stack its state, which is on the top."""
+        changed = self.stack[-2]
+        if isinstance(changed, _SHARED):
+            raise UntrustedNameError(f"{changed} to change it")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+        if isinstance(changed, np.dtype) and not _is_valid(changed):
+            raise pickle.UnpicklingError("a dtype has fields outside of its elements, or hides objects")
+
+    def _reduce(self) -> None:
+        """Call the object below the top of the stack with the arguments on the top."""
+        # Arrays are pickled by other functions. With a buffer of addresses this one makes objects of them.
+        if self.stack[-2] is np.ndarray:
+            raise UntrustedNameError("numpy.ndarray to call it")
+        pickle._Unpickler.dispatch[pickle.REDUCE[0]](self)
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
 
 
 class _MetadataUnpickler(_Unpickler):
@@ -116,6 +143,8 @@ class _ObjectUnpickler(_Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if _renamed(module, name) == ("builtins", "getattr"):
             return _member
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return _tensor_of_type
         found = _imported(module, name)
         return found if _is_enum(found) else super().find_class(module, name)
 
@@ -132,13 +161,34 @@ def read_object(data: bytes, trusted: frozenset[tuple[str, str]] = frozenset()) 
         UntrustedNameError: it names something else than the known types and `trusted`.
         Exception: the bytes are damaged.
     """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise UntrustedNameError("a TorchScript program")
     unpickler = type("Unpickler", (_ObjectUnpickler,), {"trusted": trusted})
     # torch reads the tensors of the object, with this class for the rest.
     reader: Any = types.SimpleNamespace(Unpickler=unpickler, __name__="tundish")
-    return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=reader, weights_only=False)
+    return torch.load(_repacked(data), map_location="cpu", pickle_module=reader, weights_only=False)
+
+
+# The records of an archive of `torch.save` that hold an object.
+_RECORD = re.compile(r"[^/]*/(data\.pkl|byteorder|data/\d+)")
+
+
+def _repacked(data: bytes) -> io.BytesIO:
+    """A new archive with the records of `data` that hold an object.
+
+    torch and `zipfile` may find different records in the same bytes, and torch runs the programs of some.
+    """
+    records: dict[str, bytes] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > len(data):
+            raise zipfile.BadZipFile("its records are compressed, or share bytes")
+        for entry in archive.infolist():
+            if found := _RECORD.fullmatch(entry.filename):
+                records[found[1]] = archive.read(entry)
+    repacked = io.BytesIO()
+    with zipfile.ZipFile(repacked, "w") as archive:
+        for name, record in {"version": b"3\n", **records}.items():
+            archive.writestr(f"archive/{name}", record)
+    repacked.seek(0)
+    return repacked
 
 
 def names_of(trusted: Any) -> frozenset[tuple[str, str]]:
@@ -159,12 +209,14 @@ def _imported(module: str, name: str) -> Any:
     """The object with this name in a module that is imported already; None if there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
+        # Not `getattr`, at which some modules import others.
+        found = vars(found).get(part) if isinstance(found, type | types.ModuleType) else None
     return found
 
 
 def _is_enum(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Enum)
+    """Whether it is an enumeration; a call of one without members would make a new one."""
+    return isinstance(found, type) and issubclass(found, Enum) and len(found) > 0
 
 
 def _member(kind: Any, name: Any) -> Any:
@@ -172,3 +224,30 @@ def _member(kind: Any, name: Any) -> Any:
     if not _is_enum(kind) or name not in kind.__members__:
         raise UntrustedNameError("builtins.getattr")
     return kind.__members__[name]
+
+
+def _tensor_of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """torch's `_rebuild_from_type_v2`, which sets attributes of the result, for tensors alone."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor)):
+        raise pickle.UnpicklingError(f"{kind!r} is no type of tensors")
+    return torch._tensor._rebuild_from_type_v2(make, kind, arguments, state)  # type: ignore[no-untyped-call]
+
+
+def _is_valid(dtype: np.dtype[Any]) -> bool:
+    """Whether numpy makes a dtype with the same layout, so that no element reaches beyond an array's memory."""
+    if dtype.subdtype is not None:
+        made = np.dtype(dtype.subdtype)
+    elif dtype.fields is not None:
+        fields = [dtype.fields[name] for name in dtype.names or ()]
+        made = np.dtype(
+            {
+                "names": list(dtype.names or ()),
+                "formats": [field[0] for field in fields],
+                "offsets": [field[1] for field in fields],
+                "itemsize": dtype.itemsize,
+            },
+            align=dtype.isalignedstruct,
+        )
+    else:
+        made = np.dtype(dtype.str)
+    return (made.itemsize, made.flags, made.alignment) == (dtype.itemsize, dtype.flags, dtype.alignment)
