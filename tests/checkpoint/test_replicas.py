@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,16 @@ class Color(enum.Enum):
     RED = 1
 
 
+class Warmup:
+    """An object of state that can be called, as schedules are."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self) -> int:
+        return self.steps
+
+
 def test_equal_contents_have_equal_hashes() -> None:
     text = "".join(["ab", "cd"])
     first = [
@@ -152,6 +163,9 @@ def test_equal_contents_have_equal_hashes() -> None:
         (np.random.default_rng(1), np.random.default_rng(2)),
         (torch.zeros(2), torch.ones(2)),
         ({1: "a"}, {"1": "a"}),
+        (functools.partial(int, 1), functools.partial(int, 2)),
+        (Warmup(1), Warmup(2)),
+        (int, str),
     ],
 )
 def test_other_contents_have_other_hashes(one: Any, other: Any) -> None:

@@ -17,6 +17,7 @@ import json
 import logging
 import marshal
 import struct
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ MOST_BYTES = 64 << 10
 # Before the hash of a buffer of a module, which may differ by right: a BatchNorm's follow the data of the rank.
 BUFFER = "buffer "
 
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 _SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 
 
@@ -209,8 +211,9 @@ def _encoded(value: Any) -> bytes:
         parts = sorted(map(_encoded, value))
     elif isinstance(value, list | tuple):
         parts = list(map(_encoded, value))
-    elif isinstance(value, type) or not hasattr(kind, "__reduce_ex__") or callable(value):
-        parts = [getattr(value, "__qualname__", repr(kind)).encode()]
+    elif isinstance(value, _NAMED):
+        # As a pickle holds them.
+        parts = [value.__qualname__.encode()]
     else:
         parts = _reduced(value)
     return _joined([f"{kind.__module__}.{kind.__qualname__}".encode(), *parts])

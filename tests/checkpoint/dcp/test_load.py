@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pickle
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.checkpoint_roots import add_manifest_checksum
+from support.checkpoint.checkpoint_roots import add_checksums, add_manifest_checksum
 from support.checkpoint.dcp_states import World, assert_same, new_planner, run, save, whole
 from support.distributed.rank_processes import Line, outcome
 from torch import distributed
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tundish._native import CheckpointRoot
@@ -25,6 +28,7 @@ from tundish.errors import (
     CheckpointInUseError,
     CorruptCheckpointError,
     InvalidInputError,
+    InvalidTypeError,
     NotFoundError,
     StateMismatchError,
 )
@@ -143,13 +147,22 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.1, amsgrad=True)
 OPTIMIZERS = {
     "adamw": ADAMW,
     "nadam": functools.partial(torch.optim.NAdam, lr=0.1),
-    "sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
+    "damped": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
+    "asgd": torch.optim.ASGD,
     "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
 }
 
 
-# torch's flat form needs all values, which only Adam begins with zeros.
-@pytest.mark.parametrize(("name", "flat"), [*((name, False) for name in OPTIMIZERS), ("adamw", True)])
+# torch's flat form needs all values, and none is the same as no buffer where momentum is damped.
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_parameter_that_never_got_a_gradient_goes_on_as_in_the_uninterrupted_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, flat: bool
 ) -> None:
@@ -160,9 +173,15 @@ def test_a_parameter_that_never_got_a_gradient_goes_on_as_in_the_uninterrupted_r
         saved = checkpointer.save_dcp(1, {"m": weights, "o": states}).result()
     resumed, own = trained_in_part(OPTIMIZERS[name], 0)
     weights, states = get_state_dict(resumed, own, options=options)
+    if flat and name == "damped":
+        with pytest.raises(StateMismatchError, match=r"o.state.1.weight.momentum_buffer"):
+            load_dcp({"m": weights, "o": states}, saved)
+        return
     load_dcp({"m": weights, "o": states}, saved)
     set_state_dict(resumed, own, model_state_dict=weights, optim_state_dict=states, options=options)
-    assert "no optimizer state of 2 parameters" in caplog.text and "1.weight" in caplog.text
+    if name != "adagrad":
+        # Which makes the state of all parameters at once.
+        assert "no optimizer state of 2 parameters" in caplog.text and "1.weight" in caplog.text
     train_whole(model, optimizer)
     train_whole(resumed, own)
     assert_same(resumed.state_dict(), model.state_dict())
@@ -323,6 +342,78 @@ def test_foreign_manifests_are_refused(saved: Path, change: dict[str, Any], kind
     rewrite(saved, change)
     with pytest.raises(kind, match=said):
         load_dcp({"model": {"w": torch.zeros(3, 4)}}, saved, verify=False)
+
+
+def of_tensor(metadata: Metadata) -> TensorStorageMetadata:
+    about = metadata.state_dict_metadata["w"]
+    assert isinstance(about, TensorStorageMetadata)
+    return about
+
+
+def chunks(*boxes: tuple[int, int]) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        of_tensor(metadata).chunks[:] = [
+            ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([rows, 2])) for start, rows in boxes
+        ]
+
+    return change
+
+
+def place_of(name: str, **fields: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        index = next(one for one in metadata.storage_data if one.fqn == name)
+        metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], **fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(chunks(), chunks((0, 2)), chunks((0, 4), (0, 0)), chunks((0, 2), (1, 2)), chunks((2, 4))),
+        *(chunks((0, 3), (2, 1)), chunks((-1, 4)), place_of("w", offset=-5), place_of("w", offset=0.5)),
+        *(place_of("o", length=-1), place_of("o", offset=1 << 70), place_of("w", relative_path=None)),
+        lambda metadata: metadata.storage_data.clear(),
+        lambda metadata: setattr(metadata, "storage_data", None),
+        lambda metadata: setattr(metadata, "state_dict_metadata", None),
+        lambda metadata: setattr(metadata, "planner_data", 5),
+        lambda metadata: setattr(metadata, "planner_data", {"w": 5}),
+        lambda metadata: setattr(of_tensor(metadata).properties, "dtype", None),
+        lambda metadata: setattr(of_tensor(metadata), "size", (3,)),
+    ],
+)
+def test_metadata_that_does_not_lead_to_every_element_is_refused(
+    change: Callable[[Metadata], None], tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        saved = checkpointer.save_dcp(1, {"w": torch.ones(3, 2), "o": 5}).result()
+    file = saved / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    add_checksums(saved)
+    state: dict[str, Any] = {"w": torch.zeros(3, 2), "o": 0}
+    with pytest.raises(CorruptCheckpointError, match=r"dcp-1.*\.metadata"):
+        load_dcp(state, saved)
+    assert not state["w"].any() and state["o"] == 0
+
+
+def test_a_mapping_that_cannot_be_changed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        saved = checkpointer.save_dcp(1, {"w": torch.ones(2), "a": {"x": 1}}).result()
+    state: dict[str, Any] = {"w": torch.zeros(2), "a": types.MappingProxyType({"x": 0})}
+    with pytest.raises(InvalidTypeError, match=r"'a.x' lies in .*mappingproxy"):
+        load_dcp(state, saved)
+    assert not state["w"].any()
+
+
+def test_damage_that_only_loading_finds_names_the_checkpoint(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        saved = checkpointer.save_dcp(1, {"w": torch.ones(50)}).result()
+    file = saved / "__0_0.distcp"
+    file.write_bytes(bytes(64) + file.read_bytes()[64:])
+    with pytest.raises(CorruptCheckpointError, match=r"dcp-1.*verify=False"):
+        load_dcp({"w": torch.zeros(50)}, saved, verify=False)
 
 
 def link(saved: Path) -> None:

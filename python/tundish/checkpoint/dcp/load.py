@@ -12,14 +12,17 @@ import errno
 import functools
 import json
 import logging
+import math
+import operator
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from tundish.checkpoint.dcp.format import METADATA
@@ -29,6 +32,7 @@ from tundish.checkpoint.dcp.state import (
     AbsentState,
     FlattenedState,
     absent_states,
+    check_can_set,
     check_fit,
     empty_mappings,
     flatten_state,
@@ -78,7 +82,8 @@ def load_dcp(
         NotFoundError: there is no whole checkpoint at `path`.
         CorruptCheckpointError: a file is damaged.
         StateMismatchError: the state dict does not fit. After each of these errors, which all ranks raise, the state
-            dict is unchanged.
+            dict is unchanged. It may be changed in part if bytes are damaged and `verify` is False, and after the error
+            of an object's own `load_state_dict`, which runs when all tensors are loaded.
 
     Example:
         >>> import torch
@@ -247,10 +252,10 @@ class _Load:
         self._target = state_dict
         self._state = plain_state(state_dict)
         self._checkpoint = checkpoint
-        self._path = path = checkpoint.path
+        self._path = checkpoint.path
         self._trusted = trusted
         self._reader = TensorReader(checkpoint.published)
-        self._metadata = _read_metadata(self._reader, path)
+        self._metadata = _read_metadata(self._reader, checkpoint)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         self._planner = DefaultLoadPlanner(flatten_state_dict=False)
         self._plan = LoadPlan([])
@@ -271,6 +276,9 @@ class _Load:
         wanted = {name: value for name, value in self._flat if name not in left_out}
         check_fit(wanted, self._metadata, self._path)
         tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+        for name in wanted:
+            if name not in tensors:
+                check_can_set(self._state, self._flat.structure.paths[name])
         self._objects = {name: self._read_object(name) for name in wanted if name not in tensors}
         self._planner.set_up_planner(tensors, self._metadata, is_coordinator=False)
         self._plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
@@ -309,7 +317,15 @@ class _Load:
     def run(self) -> None:
         """Load everything into the state dict."""
         with torch.no_grad():
-            self._reader.read_data(self._plan, self._planner).wait()
+            try:
+                self._reader.read_data(self._plan, self._planner).wait()
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:
+                raise CorruptCheckpointError(
+                    f"the tensors in {self._path} cannot be read ({type(error).__name__}), and some of them are loaded "
+                    "already: leave out verify=False, which compares all bytes first and names damaged files"
+                ) from error
             if self._flat is not None:
                 for name, value in self._objects.items():
                     set_value(self._state, self._flat.structure.paths[name], value)
@@ -344,19 +360,79 @@ class _Load:
             ) from error
 
 
-def _read_metadata(reader: TensorReader, path: Path) -> Metadata:
+def _read_metadata(reader: TensorReader, checkpoint: OpenCheckpoint) -> Metadata:
+    problem: str | None
     try:
         metadata: object = reader.read_metadata()
+        problem = f"it is {format_type(metadata)}"
+        if isinstance(metadata, Metadata):
+            problem = _problem_of(metadata, {name: size for name, size, _ in checkpoint.files})
+            if problem is None:
+                return metadata
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 (a pickle may fail with anything)
+    except Exception as error:  # noqa: BLE001 (a pickle, and what was in it, may fail with anything)
         problem = f"{type(error).__name__}: {error}"
-    else:
-        if isinstance(metadata, Metadata):
-            return metadata
-        problem = f"it is {format_type(metadata)}"
     raise CorruptCheckpointError(
-        f"{path} cannot be loaded: its {METADATA} cannot be read ({problem}); it is damaged, or of a version of "
-        "torch that this one does not know",
+        f"{checkpoint.path} cannot be loaded: its {METADATA} cannot be read ({problem}); it is damaged, or of a "
+        "version of torch that this one does not know",
         (METADATA,),
     )
+
+
+def _problem_of(metadata: Metadata, sizes: Mapping[str, int]) -> str | None:
+    """Why the values of a checkpoint cannot be found by its metadata; raises anything for one of another form.
+
+    Args:
+        metadata: as it was read.
+        sizes: bytes of each file of the checkpoint.
+    """
+    paths: Any = metadata.planner_data or {}
+    for path in paths.values():
+        if not isinstance(path, tuple):
+            return f"it holds the path {path!r}"
+    for name, about in metadata.state_dict_metadata.items():
+        places = [MetadataIndex(name)]
+        if isinstance(about, TensorStorageMetadata):
+            if not isinstance(about.properties.dtype, torch.dtype):
+                return f"{name!r} has the dtype {about.properties.dtype!r}"
+            if not _covers(about):
+                return f"the parts of {name!r} do not make up its shape {tuple(about.size)}"
+            places = [MetadataIndex(name, chunk.offsets) for chunk in about.chunks]
+        for index in places:
+            place = metadata.storage_data.get(index)
+            if place is None:
+                return f"it does not say where {name!r} lies"
+            # Files that the checkpoint does not have are refused by name when they are read.
+            end = sizes.get(place.relative_path, sys.maxsize)
+            start, length = operator.index(place.offset), operator.index(place.length)
+            if not 0 <= start <= start + length <= end:
+                return f"{name!r} lies outside of the file {place.relative_path!r}"
+    return None
+
+
+def _covers(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor cover each element once."""
+    shape, volume = tuple(tensor.size), 0
+    boxes: list[tuple[tuple[int, int], ...]] = []
+    for chunk in tensor.chunks:
+        box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        if not all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+            return False
+        if size := math.prod(stop - start for start, stop in box):
+            boxes.append(box)
+            volume += size
+    if volume != math.prod(shape):
+        return False
+    # Along the dimension with the most cuts: only boxes that are open there can overlap with the next one.
+    along = max(range(len(shape)), key=lambda one: len({box[one] for box in boxes}), default=None)
+    if along is None:
+        return len(boxes) == 1
+    open_boxes: list[tuple[tuple[int, int], ...]] = []
+    for box in sorted(boxes, key=lambda one: one[along]):
+        open_boxes = [other for other in open_boxes if other[along][1] > box[along][0]]
+        for other in open_boxes:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                return False
+        open_boxes.append(box)
+    return True

@@ -121,9 +121,21 @@ def is_stateful(value: Any) -> bool:
 
 def set_value(state: Any, path: Keys, value: Any) -> None:
     """Replace the value at `path`."""
-    for key in path[:-1]:
-        state = state[key]
-    state[path[-1]] = value
+    value_at(state, path[:-1])[path[-1]] = value
+
+
+def value_at(state: Any, path: Keys) -> Any:
+    """The value, or the part of the state dict, at `path`."""
+    return functools.reduce(operator.getitem, path, state)
+
+
+def check_can_set(state: Any, path: Keys) -> None:
+    """Raise `InvalidTypeError` if the value at `path` cannot be replaced."""
+    holder = value_at(state, path[:-1])
+    if not hasattr(type(holder), "__setitem__"):
+        raise InvalidTypeError(
+            f"{'.'.join(map(str, path))!r} lies in {format_type(holder)}, which cannot be changed: give a dict"
+        )
 
 
 def _flat(state: dict[Any, Any]) -> tuple[dict[str, Keys], list[tuple[str | int, ...]], list[Any]]:
@@ -134,12 +146,14 @@ def _flat(state: dict[Any, Any]) -> tuple[dict[str, Keys], list[tuple[str | int,
     paths = {}
     torch_paths: list[tuple[str | int, ...]] = []
     values: list[Any] = []
+    # Lists may share parts; each part is asked once.
+    nested: dict[int, bool] = {}
 
     def visit(path: Keys, torch_path: tuple[str | int, ...], value: Any) -> None:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 visit((*path, key), (*torch_path, str(key)), item)
-        elif isinstance(value, list) and _is_nested(value):
+        elif isinstance(value, list) and _is_nested(value, nested):
             for number, item in enumerate(value):
                 visit((*path, number), (*torch_path, number), item)
         else:
@@ -162,12 +176,15 @@ def _flat(state: dict[Any, Any]) -> tuple[dict[str, Keys], list[tuple[str | int,
     return paths, torch_paths, values
 
 
-def _is_nested(values: list[Any]) -> bool:
-    """Whether a list has tensors or mappings in it, so that each item is a value of its own."""
-    return any(
-        isinstance(value, torch.Tensor | Mapping) or (isinstance(value, list) and _is_nested(value))
-        for value in values
-    )
+def _is_nested(values: list[Any], known: dict[int, bool]) -> bool:
+    """Whether a list has tensors or mappings in it, so that each item is a value of its own; `known`, by id."""
+    if id(values) not in known:
+        known[id(values)] = any(
+            isinstance(value, torch.Tensor | Mapping)
+            or (isinstance(value, list) and _is_nested(value, known))
+            for value in values
+        )
+    return known[id(values)]
 
 
 def _part_of(path: Keys, torch_path: tuple[str | int, ...], tensor: Any) -> Hashable:
@@ -195,8 +212,18 @@ def _part_of(path: Keys, torch_path: tuple[str | int, ...], tensor: Any) -> Hash
 
 
 _MOST_NAMED = 5
-# Values of an optimizer's state that are zero before the first step of a parameter.
-_ZERO_AT_FIRST = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+# Values that torch's optimizers give the state of a parameter at its first gradient, by their names.
+_AT_FIRST: dict[str, int | str] = {
+    **dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"), 0
+    ),
+    **dict.fromkeys(("grad_avg", "acc_delta", "prev", "ax", "row_var", "col_var", "variance"), 0),
+    "mu": 1,
+    "mu_product": 1,
+    # The learning rate of the parameter.
+    "eta": "lr",
+    "step_size": "lr",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +234,13 @@ class AbsentState:
         parameter: as the optimizer's state dict names it.
         names: of the values in the state dict that is loaded into.
         entry: the mapping of the values; None where it holds those of other parameters too.
+        group: before the names of the parameter's settings, where `entry` is None.
     """
 
     parameter: Any
     names: frozenset[str]
     entry: dict[Any, Any] | None
+    group: str
 
     def reset(self, state: FlattenedState, target: Any) -> None:
         """Make the state what it was when it was saved: that of a parameter that never got a gradient."""
@@ -220,10 +249,18 @@ class AbsentState:
             self.entry.clear()
             return
         for name, value in state:
-            if name in self.names and isinstance(value, torch.Tensor):
-                value.detach().zero_()
-            elif name in self.names:
-                set_value(target, state.structure.paths[name], type(value)(0))
+            if name not in self.names:
+                continue
+            first = _AT_FIRST[name.rpartition(".")[2]]
+            number = (
+                value_at(target, state.structure.paths[self.group + first])
+                if isinstance(first, str)
+                else first
+            )
+            if isinstance(value, torch.Tensor):
+                value.detach().fill_(number)
+            else:
+                set_value(target, state.structure.paths[name], type(value)(number))
 
 
 def absent_states(
@@ -246,9 +283,8 @@ def absent_states(
     for (outer, parameter), names in groups.items():
         if any(name in saved for name in names):
             continue
-        optimizer, prefix = target, "".join(f"{key}." for key in outer)
-        for key in outer:
-            optimizer = optimizer[key]
+        prefix = "".join(f"{key}." for key in outer)
+        optimizer, group = value_at(target, outer), f"{prefix}param_groups.{parameter}."
         if "state" in optimizer:
             lists = _parameter_lists(prefix, saved)
             is_known, entry = (
@@ -257,11 +293,14 @@ def absent_states(
             )
         else:
             values = {name.rpartition(".")[2] for name in names}
-            known = f"{prefix}param_groups.{parameter}."
-            is_known, entry = values <= _ZERO_AT_FIRST and any(name.startswith(known) for name in saved), None
+            entry = None
+            is_known = values <= _AT_FIRST.keys() and any(name.startswith(group) for name in saved)
+            # torch's SGD takes the first gradient whole, which no buffer does.
+            if "momentum_buffer" in values and optimizer.get(f"param_groups.{parameter}.dampening"):
+                is_known = False
         # A parameter that the saved optimizer does not know was renamed, or is new: that is a mismatch.
         if is_known:
-            absent.append(AbsentState(parameter=parameter, names=frozenset(names), entry=entry))
+            absent.append(AbsentState(parameter=parameter, names=frozenset(names), entry=entry, group=group))
     return absent
 
 

@@ -97,6 +97,9 @@ class UntrustedNameError(pickle.UnpicklingError):
         self.name = name
 
 
+# Operations of pickles to what carries them out. The annotations of Python's own do not know `_Unpickler`.
+_OPERATIONS: dict[int, Any] = dict(pickle._Unpickler.dispatch)
+
 # What a pickle may name, and must not change.
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum)
 
@@ -119,7 +122,7 @@ class _Unpickler(pickle._Unpickler):
         changed = self.stack[-2]
         if isinstance(changed, _SHARED):
             raise UntrustedNameError(f"{changed} to change it")
-        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+        _OPERATIONS[pickle.BUILD[0]](self)
         if isinstance(changed, np.dtype) and not _is_valid(changed):
             raise pickle.UnpicklingError("a dtype has fields outside of its elements, or hides objects")
 
@@ -128,9 +131,9 @@ class _Unpickler(pickle._Unpickler):
         # Arrays are pickled by other functions. With a buffer of addresses this one makes objects of them.
         if self.stack[-2] is np.ndarray:
             raise UntrustedNameError("numpy.ndarray to call it")
-        pickle._Unpickler.dispatch[pickle.REDUCE[0]](self)
+        _OPERATIONS[pickle.REDUCE[0]](self)
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
+    dispatch = _OPERATIONS | {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
 
 
 class _MetadataUnpickler(_Unpickler):
