@@ -394,8 +394,9 @@ def _problem_of(metadata: Metadata, sizes: Mapping[str, int]) -> str | None:
     for name, about in metadata.state_dict_metadata.items():
         places = [MetadataIndex(name)]
         if isinstance(about, TensorStorageMetadata):
-            if not isinstance(about.properties.dtype, torch.dtype):
-                return f"{name!r} has the dtype {about.properties.dtype!r}"
+            dtype: Any = about.properties.dtype
+            if not isinstance(dtype, torch.dtype):
+                return f"{name!r} has the dtype {dtype!r}"
             if not _covers(about):
                 return f"the parts of {name!r} do not make up its shape {tuple(about.size)}"
             places = [MetadataIndex(name, chunk.offsets) for chunk in about.chunks]
