@@ -1,6 +1,6 @@
 //! The one way in which a folder appears under its name: it is written under a hidden name, and renamed.
 //!
-//! The order is: fsync of every file, fsync of the folder, rename, fsync of the parent. Whoever writes a file syncs it.
+//! The order is: fsync of every file, fsync of the folder, rename, fsync of the parent. Each writer of a file syncs it.
 //! [`AtomicFolder`](crate::AtomicFolder) and checkpoints of a [`Root`](crate::root::Root) are hidden folders until they
 //! are published.
 //!
