@@ -230,8 +230,16 @@ class Pair(PreTrainedModel):
         self.a.weight = self.b.weight
 
 
+def test_weights_that_only_the_caller_tied_are_all_written(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    export(tmp_path / "saved", model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
 def test_one_of_the_declared_tied_weights_is_kept(tmp_path: Path) -> None:
-    model = Pair(LlamaConfig(**SMALL))
+    model = Pair(LlamaConfig(**SMALL, tie_word_embeddings=True))
     export(tmp_path / "ours", model)
     model.save_pretrained(tmp_path / "theirs")
     assert_same_export(tmp_path / "ours", tmp_path / "theirs")

@@ -144,18 +144,21 @@ def tied_duplicates(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
     groups = tied_names(tensors)
     if not groups:
         return set()
-    patterns = []
+    patterns: list[re.Pattern[str]] = []
+    untied: list[re.Pattern[str]] = []
     plain = paths_without_wrappers(model)
     for path, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or ()
         # The regular expressions are relative to the module that declares them.
         start = f"{plain[path]}." if plain[path] else ""
-        patterns += [re.compile(start + pattern) for pattern in declared]
+        # A loaded model ties only what its config says.
+        is_tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+        (patterns if is_tied else untied).extend(re.compile(start + pattern) for pattern in declared)
     dropped: set[str] = set()
     for names in groups:
         known = [name for name in sorted(names) if any(pattern.search(name) for pattern in patterns)]
         rest = [name for name in names if name not in known]
-        if len(rest) > 1:
+        if sum(not any(pattern.search(name) for pattern in untied) for name in rest) > 1:
             raise InvalidInputError(
                 f"{', '.join(names)} are one tensor, but {type(model).__name__} does not declare it in "
                 "_tied_weights_keys, so a loaded model would have several: declare it, or untie them"
