@@ -105,7 +105,12 @@ def distinct_tensors(obj: Any, trim: bool | Sequence[str]) -> tuple[list[Tensor]
         places.append(place)
         return tensor
 
-    tree.map(collect, obj, enter=None if names is None else partial(_trimmed, names))
+    left = set(names or ())
+    tree.map(collect, obj, enter=None if names is None else partial(_trimmed, names, left))
+    if left:
+        raise InvalidInputError(
+            f"trim names {min(left)!r}, which no dict holds: name tensors beside an {_MASK}"
+        )
     return found, places
 
 
@@ -132,10 +137,11 @@ def _names_to_trim(trim: Any) -> Set[str] | None:
     return frozenset(names)
 
 
-def _trimmed(names: Set[str], container: Any) -> Any:
-    """A dict without trailing columns that no row of its mask uses; or the same one."""
+def _trimmed(names: Set[str], left: set[str], container: Any) -> Any:
+    """A dict without trailing columns that no row of its mask uses, or the same one; takes its names out of `left`."""
     if not isinstance(container, (dict, UserDict)):
         return container
+    left.difference_update(container)
     mask = container.get(_MASK)
     if not _is_dense_table(mask) or mask.dtype not in _MASK_DTYPES or not mask.numel() or not is_whole(mask):
         return container

@@ -64,7 +64,7 @@ def test_named_tensors_are_cut_where_the_mask_has_its_columns() -> None:
         "image": image,
         "nested": {"logits": logits},
     }
-    back = rtensor.localize(rtensor.remotize(batch, trim=("logits", "values")))
+    back = rtensor.localize(rtensor.remotize(batch, trim=("logits",)))
     assert torch.equal(back["logits"], logits[:, :3])
     assert back["ids"].shape == (2, 3) and torch.equal(back["image"], image)
     # A dict without a mask of its own is not cut.
@@ -116,3 +116,9 @@ def test_a_mask_that_torch_compares_with_nothing_leaves_nothing_out() -> None:
     mask = torch.ones(2, 3, dtype=torch.uint8).view(torch.bits8)
     back = rtensor.localize(rtensor.remotize({"attention_mask": mask, "input_ids": torch.ones(2, 3)}))
     assert back["attention_mask"].dtype is torch.bits8 and back["input_ids"].shape == (2, 3)
+
+
+def test_a_name_to_trim_that_nothing_has_is_refused() -> None:
+    batch = {"attention_mask": torch.tensor([[1, 0, 0]]), "logits": torch.ones(1, 3, 9)}
+    with pytest.raises(InvalidInputError, match="trim names 'logit', which no dict holds"):
+        rtensor.remotize([batch], trim=("logit",))
