@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, FetchReceiver, FetchedTensor, Limits, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
+    Dtype, FetchReceiver, FetchedTensor, Limits, Selection, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
     TensorToStore, TimeLimit, Transport, Wanted,
 };
 
@@ -74,7 +74,8 @@ fn try_fetch(
     transport: &LocalTransport,
 ) -> Result<Vec<FetchedTensor>, StoreError> {
     let owner: Arc<str> = OWNER.into();
-    let want = |id: &ShardId| Wanted { owner: Arc::clone(&owner), id: id.clone(), rows: None, meta: meta(len) };
+    let want =
+        |id: &ShardId| Wanted { owner: Arc::clone(&owner), id: id.clone(), rows: Selection::All, meta: meta(len) };
     let wanted: Vec<_> = ids.iter().map(want).collect();
     within_a_minute(|time_limit| consumer.fetch(&wanted, transport, time_limit))
 }

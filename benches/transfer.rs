@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Dtype, FetchedTensor, Limits, ShardId, TensorMeta, TensorStore, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{
+    Dtype, FetchedTensor, Limits, Selection, ShardId, TensorMeta, TensorStore, TensorToStore, TimeLimit, Wanted,
+};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -113,8 +115,12 @@ impl Owner {
     }
 
     fn wanted(&self, place: usize, bytes: u64) -> Vec<Wanted> {
-        let of =
-            |id: &ShardId| Wanted { owner: Arc::clone(&self.address), id: id.clone(), rows: None, meta: meta(bytes) };
+        let of = |id: &ShardId| Wanted {
+            owner: Arc::clone(&self.address),
+            id: id.clone(),
+            rows: Selection::All,
+            meta: meta(bytes),
+        };
         self.shards[place].iter().map(of).collect()
     }
 }

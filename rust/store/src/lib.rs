@@ -21,6 +21,7 @@ mod error;
 mod fetch;
 pub mod http;
 mod memory;
+mod selection;
 mod shard_id;
 mod stats;
 mod tensor_meta;
@@ -33,7 +34,8 @@ pub use fetch::{FetchReceiver, Transport, Wanted};
 pub use memory::attached_segments::SegmentRange;
 pub use memory::fetched_tensor::FetchedTensor;
 pub use memory::tensor::{OutgoingShard, TensorToStore};
-pub use shard_id::{InvalidShardId, Rows, ShardId, ShardRows};
+pub use selection::{Selection, ShardRows};
+pub use shard_id::{InvalidShardId, ShardId};
 pub use stats::{
     BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Number, Removed, Stats, StepStats, StorageStats, Value,
 };

@@ -5,7 +5,6 @@
 //! held as it is.
 
 use std::fmt;
-use std::ops::Range;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize, Serializer};
@@ -112,18 +111,6 @@ impl fmt::Debug for ShardId {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, formatter)
     }
-}
-
-/// Rows of the first dimension: `start..end`.
-pub type Rows = Range<u64>;
-
-/// A shard, or some of its rows.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ShardRows {
-    /// The shard.
-    pub id: ShardId,
-    /// The rows; all if `None`.
-    pub rows: Option<Rows>,
 }
 
 #[cfg(test)]

@@ -5,7 +5,6 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use crate::error::StoreError;
-use crate::shard_id::Rows;
 
 /// Dimensions; without an allocation up to four.
 pub type Shape = SmallVec<[u64; 4]>;
@@ -164,26 +163,6 @@ impl TensorMeta {
         let (_, inner) = self.shape.split_first()?;
         Some(inner.iter().product::<u64>() * self.dtype.size())
     }
-
-    /// The meta of these rows; of all for `None`.
-    ///
-    /// # Errors
-    /// [`StoreError::Invalid`] where it has no such rows.
-    pub fn select_rows(&self, rows: Option<&Rows>) -> Result<TensorMeta, StoreError> {
-        let Some(rows) = rows else { return Ok(self.clone()) };
-        let Some(&count) = self.shape.first() else {
-            return Err(StoreError::Invalid("a tensor without dimensions has no rows to choose from".to_owned()));
-        };
-        if rows.start > rows.end || rows.end > count {
-            let Rows { start, end } = rows;
-            return Err(StoreError::Invalid(format!(
-                "rows {start} to {end} do not lie within the {count} that there are"
-            )));
-        }
-        let mut shape = self.shape.clone();
-        shape[0] = rows.end - rows.start;
-        TensorMeta::new(self.dtype, shape)
-    }
 }
 
 impl fmt::Debug for TensorMeta {
@@ -216,31 +195,11 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_cut_from_the_first_dimension() {
-        let whole = meta("float32", &[10, 3, 2]);
-        assert_eq!((whole.nbytes(), whole.row_bytes()), (240, Some(24)));
-        let cut = whole.select_rows(Some(&(4..7))).unwrap();
-        assert_eq!((cut.shape(), cut.nbytes()), (&[3, 3, 2][..], 72));
-        assert_eq!(whole.select_rows(None).unwrap(), whole);
-        for dtype in Dtype::all() {
-            assert_eq!(
-                TensorMeta::new(dtype, [3u64].as_slice()).unwrap().select_rows(Some(&(1..2))).unwrap().dtype(),
-                dtype
-            );
-        }
-        assert_eq!(whole.select_rows(Some(&(10..10))).unwrap().nbytes(), 0);
-        let backwards = Rows { start: 2, end: 1 };
-        for wrong in [0..11, backwards] {
-            assert!(whole.select_rows(Some(&wrong)).is_err());
-        }
-        assert!(meta("int64", &[]).select_rows(Some(&(0..1))).is_err());
-    }
-
-    #[test]
     fn scalars_and_empty_tensors_have_the_bytes_that_torch_gives_them() {
         assert_eq!((meta("int64", &[]).nbytes(), meta("int64", &[]).row_bytes()), (8, None));
         assert_eq!(meta("int64", &[0, 5]).nbytes(), 0);
         assert_eq!(meta("int64", &[5, 0]).row_bytes(), Some(0));
+        assert_eq!(meta("float32", &[10, 3, 2]).row_bytes(), Some(24));
     }
 
     #[test]

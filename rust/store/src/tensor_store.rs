@@ -17,7 +17,8 @@ use crate::memory::slab::allocate;
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
 use crate::memory::tensor::{OutgoingShard, TensorToStore};
-use crate::shard_id::{ShardId, ShardRows};
+use crate::selection::ShardRows;
+use crate::shard_id::ShardId;
 use crate::stats::{BufferStats, Claimed, KeptCounts, Limits, Removed, Stats, StepStats, StorageStats};
 use crate::time_limit::TimeLimit;
 use crate::{Claimant, Step};
@@ -293,7 +294,7 @@ impl TensorStore {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let cut = found.into_iter().zip(wanted).map(|(tensor, selection)| {
-            tensor.select_rows(0, selection.rows.as_ref()).map(OutgoingShard).map_err(|error| match error {
+            tensor.select(&selection.rows).map(OutgoingShard).map_err(|error| match error {
                 StoreError::Invalid(reason) => StoreError::Invalid(format!("shard {}: {reason}", selection.id)),
                 other => other,
             })

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::SegmentAddress;
 use tundish_store::{
-    FetchReceiver, FetchedTensor, SegmentRange, ShardId, ShardRows, StoreError, TensorStore, TimeLimit, Transport,
+    FetchReceiver, FetchedTensor, SegmentRange, Selection, ShardId, ShardRows, StoreError, TensorStore, TimeLimit,
+    Transport,
 };
 
 const LEN: usize = 300_000;
@@ -125,7 +126,7 @@ fn a_child_makes_a_store_of_its_own_and_its_parent_notices_nothing() {
 }
 
 fn select(id: &ShardId) -> ShardRows {
-    ShardRows { id: id.clone(), rows: None }
+    ShardRows { id: id.clone(), rows: Selection::All }
 }
 
 /// The references that an owner answers with to a consumer on its node.

@@ -10,8 +10,8 @@ use common::{
     LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within,
 };
 use tundish_store::{
-    Dtype, FetchReceiver, MissingShard, ShardId, ShardRows, StoreError, TensorMeta, TensorStore, TensorToStore,
-    TimeLimit, Transport,
+    Dtype, FetchReceiver, MissingShard, Selection, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
+    TensorToStore, TimeLimit, Transport,
 };
 
 fn assert_nothing_is_held(store: &TensorStore) {
@@ -157,8 +157,9 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
         let source = TensorToStore::new(meta.clone(), &bytes).unwrap();
         let id = within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0);
         let want = |range: std::ops::Range<u64>| {
-            let meta = meta.select_rows(Some(&range)).unwrap();
-            tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: Some(range), meta }
+            let rows = Selection::range(range);
+            let meta = rows.meta_of(&meta).unwrap();
+            tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows, meta }
         };
         let some = [want(10..20), want(900..1000), want(5..5)];
         let views = fetch(&consumer, &some, &transport).unwrap();
@@ -169,13 +170,14 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
         // Rows of rows that are here.
         assert_eq!(fetch(&consumer, &[want(12..15)], &transport).unwrap()[0].bytes(), &bytes[384..480]);
         assert_eq!(transport.requests.load(Ordering::SeqCst), 1);
-        let all = tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: None, meta: meta.clone() };
+        let all =
+            tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: Selection::All, meta: meta.clone() };
         assert_eq!(fetch(&consumer, std::slice::from_ref(&all), &transport).unwrap()[0].bytes(), bytes);
         assert_eq!(fetch(&consumer, &[want(0..1000)], &transport).unwrap()[0].bytes(), bytes);
         assert_eq!(transport.requests.load(Ordering::SeqCst), 2);
         assert_eq!(consumer.clear_buffer(Some(std::slice::from_ref(&id))), 4);
-        let beyond =
-            tundish_store::Wanted { rows: Some(999..1001), meta: meta.select_rows(Some(&(0..2))).unwrap(), ..all };
+        let two = Selection::range(0..2).meta_of(&meta).unwrap();
+        let beyond = tundish_store::Wanted { rows: Selection::range(999..1001), meta: two, ..all };
         assert!(matches!(fetch(&consumer, &[beyond], &transport), Err(StoreError::Invalid(_))));
     }
 }
@@ -275,7 +277,7 @@ fn shards_that_differ_from_their_handle_are_refused() {
 fn a_shard_under_a_given_name_never_changes() {
     let owner = TensorStore::new(LIMITS);
     let id: ShardId = "outside.1".parse().unwrap();
-    let select = [ShardRows { id: id.clone(), rows: None }];
+    let select = [ShardRows { id: id.clone(), rows: Selection::All }];
     let put_as = |id: &ShardId, bytes: &[u8]| {
         let source = TensorToStore::new(bytes_meta(bytes.len() as u64), bytes).unwrap();
         within(0.0, |time_limit| owner.put_as(id, source, time_limit))

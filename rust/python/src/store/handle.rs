@@ -10,7 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PySlice, PyString, PyTuple, PyType};
-use tundish_store::{Dtype, Rows, ShardId, StoreError, TensorMeta, Wanted};
+use tundish_store::{Dtype, Selection, ShardId, StoreError, TensorMeta, Wanted};
 
 use super::dtypes::{meta_of, object_of};
 use crate::error::BindingError;
@@ -32,8 +32,7 @@ type Reduced<'py> = (Bound<'py, PyAny>, (Fields, Option<Py<PyAny>>));
 pub(super) struct ShardHandle {
     pub(super) id: ShardId,
     pub(super) shared: Arc<SharedFields>,
-    /// The rows; all if `None`.
-    pub(super) rows: Option<Box<Rows>>,
+    pub(super) rows: Selection,
 }
 
 /// The fields that many handles share.
@@ -78,13 +77,12 @@ impl RTensor {
 
     /// Element type and shape of the tensor, or of the chosen rows.
     pub(super) fn meta(&self) -> Result<TensorMeta, BindingError> {
-        Ok(self.handle.shared.meta.select_rows(self.handle.rows.as_deref())?)
+        Ok(self.handle.rows.meta_of(&self.handle.shared.meta)?)
     }
 
     pub(super) fn wanted(&self) -> PyResult<Wanted> {
         let ShardHandle { id, shared, rows } = &self.handle;
-        let rows = rows.as_deref().cloned();
-        Ok(Wanted { owner: Arc::clone(&shared.owner), id: id.clone(), rows, meta: self.meta()? })
+        Ok(Wanted { owner: Arc::clone(&shared.owner), id: id.clone(), rows: rows.clone(), meta: self.meta()? })
     }
 
     fn reference_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
@@ -99,16 +97,8 @@ impl RTensor {
         self.reference.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn dimensions(&self) -> Vec<u64> {
-        let mut shape = self.handle.shared.meta.shape().to_vec();
-        if let (Some(rows), Some(first)) = (&self.handle.rows, shape.first_mut()) {
-            *first = rows.end - rows.start;
-        }
-        shape
-    }
-
     fn size<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        SIZE.import(py, "torch", "Size")?.call1((PyTuple::new(py, self.dimensions())?,))
+        SIZE.import(py, "torch", "Size")?.call1((PyTuple::new(py, self.meta()?.shape())?,))
     }
 }
 
@@ -148,7 +138,7 @@ impl RTensor {
         }
         let shared = Arc::new(SharedFields { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
-        Ok(RTensor::with_reference(ShardHandle { id, shared, rows: None }, reference))
+        Ok(RTensor::with_reference(ShardHandle { id, shared, rows: Selection::All }, reference))
     }
 
     /// Its location.
@@ -184,7 +174,7 @@ impl RTensor {
     /// The rows of the shard, or None for all.
     #[getter]
     fn rows(&self) -> Option<(u64, u64)> {
-        self.handle.rows.as_ref().map(|rows| (rows.start, rows.end))
+        self.handle.rows.bounds()
     }
 
     /// A tensor of the shape and dtype on the device meta.
@@ -230,7 +220,7 @@ impl RTensor {
 
     /// The number of rows of the tensor.
     fn __len__(&self) -> PyResult<usize> {
-        match self.dimensions().first() {
+        match self.meta()?.shape().first() {
             Some(&rows) => Ok(usize::try_from(rows)?),
             None => Err(BindingError::Type("a tensor without dimensions has no length".to_owned()).into()),
         }
@@ -250,10 +240,9 @@ impl RTensor {
         if indices.step != 1 {
             return refuse("rows of a handle lie one after the other, so the step of a slice is 1");
         }
-        let before = this.handle.rows.as_ref().map_or(0, |rows| rows.start);
-        let start = before + indices.start as u64;
-        let rows = start..start + indices.slicelength as u64;
-        let handle = ShardHandle { rows: Some(Box::new(rows)), ..this.handle.clone() };
+        let start = this.handle.rows.first() + indices.start as u64;
+        let rows = Selection::range(start..start + indices.slicelength as u64);
+        let handle = ShardHandle { rows, ..this.handle.clone() };
         Ok(RTensor::with_reference(handle, this.reference_of(slf.py())))
     }
 
@@ -275,12 +264,13 @@ impl RTensor {
         hasher.finish()
     }
 
-    fn __repr__(&self) -> String {
+    fn __repr__(&self) -> Result<String, BindingError> {
         let ShardHandle { id, shared, rows } = &self.handle;
         let SharedFields { owner, meta } = &**shared;
-        let chosen = rows.as_ref().map_or(String::new(), |rows| format!(", rows {} to {}", rows.start, rows.end));
-        let (shape, dtype) = (self.dimensions(), meta.dtype().name());
-        format!("RTensor(shape={shape:?}, dtype=torch.{dtype}, shard {id} of {owner}{chosen})")
+        let chosen = if *rows == Selection::All { String::new() } else { format!(", {rows}") };
+        let (selected, dtype) = (self.meta()?, meta.dtype().name());
+        let shape = selected.shape();
+        Ok(format!("RTensor(shape={shape:?}, dtype=torch.{dtype}, shard {id} of {owner}{chosen})"))
     }
 
     /// The plain values that `from_fields` makes it of again: shard id, owner, name of the dtype, shape of the whole
@@ -289,8 +279,7 @@ impl RTensor {
         let ShardHandle { id, shared, rows } = &self.handle;
         let SharedFields { owner, meta } = &**shared;
         check_owner(owner)?;
-        let rows = rows.as_ref().map(|rows| (rows.start, rows.end));
-        Ok((id.to_string(), owner.to_string(), meta.dtype().name(), meta.shape().to_vec(), rows))
+        Ok((id.to_string(), owner.to_string(), meta.dtype().name(), meta.shape().to_vec(), rows.bounds()))
     }
 
     /// A handle of these `fields`, which anybody may have made. It shares memory with `like` where they are equal.
@@ -309,8 +298,8 @@ impl RTensor {
         check_owner(owner)?;
         let id = shard_id.parse::<ShardId>().map_err(StoreError::from)?;
         let meta = TensorMeta::new(Dtype::from_name(dtype)?, shape)?;
-        let rows = rows.map(|(start, end)| Box::new(Rows { start, end }));
-        meta.select_rows(rows.as_deref())?;
+        let rows = Selection::from(rows);
+        rows.meta_of(&meta)?;
         let before = like.map(|like| &like.get().handle.shared);
         let shared = match before.filter(|shared| &*shared.owner == owner && *shared.meta == meta) {
             Some(shared) => Arc::clone(shared),

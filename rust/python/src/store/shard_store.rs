@@ -13,8 +13,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::{
-    Limits, Number, Removed, ShardId, ShardRows, StoreError, TensorMeta, TensorStore, TensorToStore, TimeLimit, Value,
-    Wanted,
+    Limits, Number, Removed, Selection, ShardId, ShardRows, StoreError, TensorMeta, TensorStore, TensorToStore,
+    TimeLimit, Value, Wanted,
 };
 
 use super::dtypes::meta_of;
@@ -91,8 +91,10 @@ impl ShardStore {
                 .collect();
             Ok(self.store.put(&sources, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
         })?;
-        let handles =
-            ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: None }));
+        let handles = ids
+            .into_iter()
+            .zip(shared)
+            .map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: Selection::All }));
         PyList::new(py, handles.collect::<Vec<_>>())
     }
 
@@ -118,18 +120,18 @@ impl ShardStore {
             Ok(self.store.put_as(&name, source, &mut TimeLimit::new(deadline, &mut check_cancelled))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
-        Ok(RTensor::new(ShardHandle { id, shared, rows: None }))
+        Ok(RTensor::new(ShardHandle { id, shared, rows: Selection::All }))
     }
 
     /// The handle of a shard that is stored here.
     fn handle_of(&self, py: Python<'_>, shard_id: &Bound<'_, PyString>, owner: &str) -> PyResult<RTensor> {
         let id = name_of(shard_id)?;
-        let wanted = [ShardRows { id: id.clone(), rows: None }];
+        let wanted = [ShardRows { id: id.clone(), rows: Selection::All }];
         let found = enter(py, None, move |_| Ok(self.store.look_up(&wanted)?))?;
         let meta = found.first().map(|one| one.meta().clone());
         let meta = meta.ok_or_else(|| BindingError::Value(format!("no shard {id} was found")))?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta: Arc::new(meta) });
-        Ok(RTensor::new(ShardHandle { id, shared, rows: None }))
+        Ok(RTensor::new(ShardHandle { id, shared, rows: Selection::All }))
     }
 
     /// The shards of the handles, in order. Each is fetched once; from owners on this node through shared memory, if
@@ -164,7 +166,7 @@ impl ShardStore {
 
     /// The names of these that have no shard here.
     fn absent(&self, py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
-        let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| ShardRows { id, rows: None }).collect();
+        let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| ShardRows { id, rows: Selection::All }).collect();
         match py.detach(|| self.store.look_up(&wanted).map(drop)) {
             Ok(()) => Ok(Vec::new()),
             Err(StoreError::Missing { shards, .. }) => Ok(shards.iter().map(|shard| shard.id.to_string()).collect()),

@@ -21,14 +21,15 @@ use crate::entries::by_step::{EntriesByStep, StepEntries, UNCLAIMED, Viewed};
 use crate::entries::locked::{forget, in_chunks};
 use crate::entries::sync::{Condvar, Mutex, StateGuard, StateMutex, lock};
 use crate::error::StoreError;
-use crate::shard_id::{Rows, ShardId};
+use crate::selection::Selection;
+use crate::shard_id::ShardId;
 use crate::{Claimant, Step};
 
 /// A fetched shard, or some of its rows.
 #[derive(Debug)]
 pub(crate) struct FetchedShard<P> {
     owner: Arc<str>,
-    rows: Option<Rows>,
+    rows: Selection,
     bytes: u64,
     payload: P,
 }
@@ -51,17 +52,17 @@ pub(crate) struct CallStep {
 pub(crate) struct ShardKey {
     pub(crate) id: ShardId,
     pub(crate) owner: Arc<str>,
-    pub(crate) rows: Option<Rows>,
+    pub(crate) rows: Selection,
 }
 
 /// A fetched tensor, and its rows of the shard.
-pub(crate) type Found<P> = (P, Option<Rows>);
+pub(crate) type Found<P> = (P, Selection);
 
 /// The outcome of a look-up in the buffer.
 #[derive(Debug)]
 pub(crate) enum BufferLookup<P> {
     /// The buffer has it, with these rows.
-    Hit(P, Option<Rows>),
+    Hit(P, Selection),
     /// Another thread is fetching it.
     Pending(Arc<InFlight<P>>),
     /// The caller must fetch it, and then call either `insert` or `fail`.
@@ -251,16 +252,14 @@ impl<P: Clone> State<P> {
 
     fn find(&self, key: &ShardKey) -> Option<&FetchedShard<P>> {
         let of_shard = self.by_step.iter().filter_map(|(_, step_entries)| step_entries.entries.get(&key.id)).flatten();
-        let mut fitting =
-            of_shard.filter(|fetched| fetched.owner == key.owner && covers(fetched.rows.as_ref(), key.rows.as_ref()));
+        let mut fitting = of_shard.filter(|fetched| fetched.owner == key.owner && fetched.rows.covers(&key.rows));
         fitting.next()
     }
 
     /// A fetch under way whose result will be kept.
     fn find_in_flight(&self, key: &ShardKey) -> Option<&Arc<InFlight<P>>> {
         let of_shard = self.in_flight.get(&key.id)?.iter();
-        let mut fitting = of_shard
-            .filter(|in_flight| in_flight.owner == key.owner && covers(in_flight.rows.as_ref(), key.rows.as_ref()));
+        let mut fitting = of_shard.filter(|in_flight| in_flight.owner == key.owner && in_flight.rows.covers(&key.rows));
         fitting.find(|in_flight| self.by_step.with_token(in_flight.token).is_some())
     }
 
@@ -320,7 +319,7 @@ fn take<P>(step_entries: &mut StepEntries<ShardEntries<P>>, id: &ShardId) -> Opt
 #[derive(Clone, Debug)]
 pub(crate) enum Outcome<P> {
     /// It arrived, with these rows.
-    Arrived(P, Option<Rows>),
+    Arrived(P, Selection),
     /// It failed, and would fail for all.
     Failed(StoreError),
     /// It failed for a reason that may be the fetcher's own: the others ask again.
@@ -332,7 +331,7 @@ pub(crate) enum Outcome<P> {
 pub(crate) struct InFlight<P> {
     pub(crate) id: ShardId,
     pub(crate) owner: Arc<str>,
-    pub(crate) rows: Option<Rows>,
+    pub(crate) rows: Selection,
     /// The step under which it began, and the token of that step's entries.
     pub(crate) step: Option<Step>,
     pub(crate) token: u64,
@@ -341,7 +340,7 @@ pub(crate) struct InFlight<P> {
 }
 
 impl<P: Clone> InFlight<P> {
-    pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Option<Rows>, step: Option<Step>, token: u64) -> Self {
+    pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Selection, step: Option<Step>, token: u64) -> Self {
         InFlight { id, owner, rows, step, token, outcome: Mutex::new(None), finished: Condvar::new() }
     }
 
@@ -366,14 +365,5 @@ impl<P: Clone> InFlight<P> {
             current = self.finished.wait_timeout(current, longest).unwrap_or_else(PoisonError::into_inner).0;
         }
         current.clone()
-    }
-}
-
-/// Whether rows `wanted` lie within rows `had`, where none means all.
-pub(crate) fn covers(had: Option<&Rows>, wanted: Option<&Rows>) -> bool {
-    match (had, wanted) {
-        (None, _) => true,
-        (Some(_), None) => false,
-        (Some(had), Some(wanted)) => had.start <= wanted.start && wanted.end <= had.end,
     }
 }

@@ -14,7 +14,8 @@ use crate::entries::locked::CHUNK_LEN;
 use crate::error::StoreError;
 use crate::memory::fetched_tensor::{FetchedTensor, views_of};
 use crate::memory::tensor::Tensor;
-use crate::shard_id::{Rows, ShardId, ShardRows};
+use crate::selection::{Selection, ShardRows};
+use crate::shard_id::ShardId;
 use crate::tensor_meta::TensorMeta;
 use crate::tensor_store::TensorStore;
 use crate::time_limit::TimeLimit;
@@ -32,14 +33,14 @@ pub struct Wanted {
     pub owner: Arc<str>,
     /// The shard.
     pub id: ShardId,
-    /// The rows; all if `None`.
-    pub rows: Option<Rows>,
-    /// The declared type and shape, of the rows if rows are chosen.
+    /// The rows.
+    pub rows: Selection,
+    /// The declared type and shape of the rows.
     pub meta: TensorMeta,
 }
 
 impl Wanted {
-    pub(crate) fn selection(&self) -> ShardRows {
+    pub(crate) fn shard_rows(&self) -> ShardRows {
         ShardRows { id: self.id.clone(), rows: self.rows.clone() }
     }
 }
@@ -121,7 +122,7 @@ impl TensorStore {
             for (index, asked) in some.iter().zip(self.buffer.look_up(call_step, &keys, is_first)?) {
                 let wanted = each[*index];
                 match asked {
-                    BufferLookup::Hit(tensor, rows) => found[*index] = Some(select_rows(wanted, tensor, rows)?),
+                    BufferLookup::Hit(tensor, rows) => found[*index] = Some(select(wanted, tensor, &rows)?),
                     BufferLookup::Pending(in_flight) => others.push((*index, in_flight)),
                     BufferLookup::Miss(in_flight) => {
                         let receiver = receivers.entry(&wanted.owner).or_insert_with(|| FetchReceiver::new(self));
@@ -134,7 +135,7 @@ impl TensorStore {
         send_all(receivers.into_values().collect(), transport, time_limit)?;
         for (index, in_flight) in own.into_iter().chain(others) {
             if let Some((tensor, rows)) = wait(&in_flight, time_limit)? {
-                found[index] = Some(select_rows(each[index], tensor, rows)?);
+                found[index] = Some(select(each[index], tensor, &rows)?);
             }
         }
         Ok(())
@@ -151,7 +152,7 @@ impl TensorStore {
         let tensors = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let mut found: Vec<Option<Tensor>> = each.iter().map(|_| None).collect();
         for (index, tensor) in own.into_iter().zip(tensors) {
-            found[index] = Some(select_rows(each[index], tensor, None)?);
+            found[index] = Some(select(each[index], tensor, &Selection::All)?);
         }
         Ok(found)
     }
@@ -162,42 +163,28 @@ fn key(wanted: &Wanted) -> ShardKey {
 }
 
 /// The wanted rows out of a tensor with `rows` of the shard; an error if they differ from the declaration.
-fn select_rows(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
-    let cut = if wanted.rows == rows {
-        tensor
-    } else {
-        tensor.select_rows(rows.map_or(0, |rows| rows.start), wanted.rows.as_ref())?
-    };
-    if cut.meta == wanted.meta {
-        return Ok(cut);
+fn select(wanted: &Wanted, tensor: Tensor, rows: &Selection) -> Result<Tensor, StoreError> {
+    let selected = tensor.select(&wanted.rows.within(rows))?;
+    if selected.meta == wanted.meta {
+        return Ok(selected);
     }
     Err(StoreError::Mismatch {
         id: wanted.id.clone(),
         owner: Arc::clone(&wanted.owner),
         declared: format!("{:?}", wanted.meta),
-        found: format!("{:?}", cut.meta),
+        found: format!("{:?}", selected.meta),
     })
 }
 
 /// Each wanted shard once, and for each use its place among them.
 fn deduplicate(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
-    let mut places: HashMap<(&ShardId, &str, Option<&Rows>), usize> = HashMap::with_capacity(wanted.len());
+    let mut places: HashMap<(&ShardId, &str, &Selection), usize> = HashMap::with_capacity(wanted.len());
     let mut each: Vec<&Wanted> = Vec::with_capacity(wanted.len());
     let mut uses = Vec::with_capacity(wanted.len());
     for one in wanted {
         let count = each.len();
-        let place = *places.entry((&one.id, &one.owner, one.rows.as_ref())).or_insert(count);
+        let place = *places.entry((&one.id, &one.owner, &one.rows)).or_insert(count);
         if place == count {
-            if let Some(rows) = &one.rows
-                && (rows.start > rows.end || one.meta.shape().first() != Some(&(rows.end - rows.start)))
-            {
-                let Rows { start, end } = rows;
-                let id = &one.id;
-                return Err(StoreError::Invalid(format!(
-                    "rows {start} to {end} of shard {id} are not a {:?}",
-                    one.meta
-                )));
-            }
             each.push(one);
         } else if each[place].meta != one.meta {
             return Err(StoreError::Mismatch {

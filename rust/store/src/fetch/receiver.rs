@@ -14,7 +14,7 @@ use crate::memory::attached_segments::SegmentRange;
 use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::shard_id::ShardRows;
+use crate::selection::ShardRows;
 use crate::tensor_meta::TensorMeta;
 use crate::tensor_store::TensorStore;
 use crate::time_limit::TimeLimit;
@@ -49,7 +49,7 @@ impl<'a> FetchReceiver<'a> {
 
     /// The owner that the request goes to, and the shards in the order of their indices.
     pub(super) fn request(&self) -> (&'a Arc<str>, Vec<ShardRows>) {
-        (&self.shards[0].wanted.owner, self.shards.iter().map(|shard| shard.wanted.selection()).collect())
+        (&self.shards[0].wanted.owner, self.shards.iter().map(|shard| shard.wanted.shard_rows()).collect())
     }
 
     /// Ends the request with its outcome. Shards that have not arrived fail.

@@ -14,7 +14,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::route::Refusal;
 use crate::Step;
-use crate::shard_id::{Rows, ShardId, ShardRows};
+use crate::selection::{Selection, ShardRows};
+use crate::shard_id::ShardId;
 use crate::stats::{Claimed, Removed, StorageStats};
 use crate::tensor_meta::TensorMeta;
 
@@ -70,7 +71,7 @@ pub(super) const TEXT_AFTER_DATA: &str = r#""}"#;
 struct BatchRequest {
     shard_ids: List<ShardId>,
     #[serde(default)]
-    rows: Option<List<Option<[u64; 2]>>>,
+    rows: Option<List<Selection>>,
 }
 
 /// The shards that a body names, and the rows of them.
@@ -80,15 +81,11 @@ struct BatchRequest {
 pub fn read_batch(body: &[u8]) -> Result<Vec<ShardRows>, Refusal> {
     let BatchRequest { shard_ids: List(names), rows } =
         serde_json::from_slice(body).map_err(|error| no_list(&error))?;
-    let rows = rows.map_or_else(|| vec![None; names.len()], |List(rows)| rows);
+    let rows = rows.map_or_else(|| vec![Selection::All; names.len()], |List(rows)| rows);
     if rows.len() != names.len() {
         return Err(Refusal::new(400, "'rows' has one entry for each of 'shard_ids': [start, stop], or null for all"));
     }
-    let selections = names.into_iter().zip(rows).map(|(id, rows)| {
-        let rows = rows.map(|[start, end]| Rows { start, end });
-        ShardRows { id, rows }
-    });
-    Ok(selections.collect())
+    Ok(names.into_iter().zip(rows).map(|(id, rows)| ShardRows { id, rows }).collect())
 }
 
 /// The shards that a body names; `None` for `null`.
@@ -146,10 +143,10 @@ pub(super) fn batch_body(wanted: &[ShardRows]) -> Vec<u8> {
     struct BatchRequest<'a> {
         shard_ids: Vec<&'a ShardId>,
         #[serde(skip_serializing_if = "Option::is_none")]
-        rows: Option<Vec<Option<[u64; 2]>>>,
+        rows: Option<Vec<&'a Selection>>,
     }
-    let rows = wanted.iter().map(|one| one.rows.as_ref().map(|rows| [rows.start, rows.end]));
-    let rows = wanted.iter().any(|one| one.rows.is_some()).then(|| rows.collect());
+    let rows = wanted.iter().map(|one| &one.rows);
+    let rows = rows.clone().any(|rows| *rows != Selection::All).then(|| rows.collect());
     let batch = BatchRequest { shard_ids: wanted.iter().map(|one| &one.id).collect(), rows };
     serde_json::to_vec(&batch).expect("names have a form in JSON")
 }
@@ -320,13 +317,10 @@ mod tests {
 
         #[test]
         fn a_batch_is_read_as_it_was_written(batch in vec(("[a-z:._-]{1,9}", any::<Option<(u64, u64)>>()), 0..9)) {
-            let batch = batch.into_iter().map(|(id, rows)| {
-                let rows = rows.map(|(start, end)| Rows { start, end });
-                ShardRows { id: id.parse().unwrap(), rows }
-            });
+            let batch = batch.into_iter().map(|(id, rows)| ShardRows { id: id.parse().unwrap(), rows: rows.into() });
             let batch: Vec<_> = batch.collect();
             prop_assert_eq!(read_batch(&batch_body(&batch)).unwrap(), batch.clone());
-            let whole: Vec<_> = batch.into_iter().map(|one| ShardRows { rows: None, ..one }).collect();
+            let whole: Vec<_> = batch.into_iter().map(|one| ShardRows { rows: Selection::All, ..one }).collect();
             let ids = whole.iter().map(|selection| selection.id.clone()).collect();
             prop_assert_eq!(read_ids(&batch_body(&whole)).unwrap(), Some(ids));
         }

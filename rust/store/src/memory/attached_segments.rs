@@ -86,7 +86,7 @@ mod tests {
 
     use super::*;
     use crate::memory::tensor::TensorToStore;
-    use crate::shard_id::ShardRows;
+    use crate::selection::{Selection, ShardRows};
     use crate::stats::Limits;
     use crate::tensor_meta::{Dtype, TensorMeta};
     use crate::tensor_store::TensorStore;
@@ -102,7 +102,7 @@ mod tests {
         // Each time it is the same memory, given out anew.
         for _ in 0..10 * CROWDED {
             let ids = owner.put(&[TensorToStore::new(meta.clone(), &bytes).unwrap()], time_limit).unwrap();
-            let found = owner.look_up(&[ShardRows { id: ids[0].clone(), rows: None }]).unwrap();
+            let found = owner.look_up(&[ShardRows { id: ids[0].clone(), rows: Selection::All }]).unwrap();
             let lent = attached_segments.reach(&found[0].reference().unwrap()).unwrap();
             assert_eq!(lent.bytes(), bytes);
             drop((lent, found));

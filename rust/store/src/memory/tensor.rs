@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use crate::error::StoreError;
 use crate::memory::attached_segments::{AttachedRange, SegmentRange};
 use crate::memory::slab::{SlabRange, padded};
-use crate::shard_id::Rows;
+use crate::selection::Selection;
 use crate::tensor_meta::TensorMeta;
 
 /// The location of bytes.
@@ -54,23 +54,24 @@ impl Tensor {
         }
     }
 
-    /// Rows of it, where it has those from `first` on.
+    /// These rows of it.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] where it has not.
-    pub(crate) fn select_rows(self, first: u64, rows: Option<&Rows>) -> Result<Self, StoreError> {
-        let Some(rows) = rows else { return Ok(self) };
-        let here = rows.start.saturating_sub(first)..rows.end.saturating_sub(first);
-        let meta = self.meta.select_rows(Some(&here))?;
-        let start = here.start * self.meta.row_bytes().unwrap_or_default();
-        let location =
-            if meta.nbytes() == 0 { Location::Nowhere } else { self.location.select_rows(start, meta.nbytes()) };
+    /// [`StoreError::Invalid`] where it has no such rows.
+    pub(crate) fn select(self, rows: &Selection) -> Result<Self, StoreError> {
+        if *rows == Selection::All {
+            return Ok(self);
+        }
+        let meta = rows.meta_of(&self.meta)?;
+        let start = rows.first() * self.meta.row_bytes().unwrap_or_default();
+        let location = if meta.nbytes() == 0 { Location::Nowhere } else { self.location.slice(start, meta.nbytes()) };
         Ok(Tensor::fetched(meta, location))
     }
 }
 
 impl Location {
-    fn select_rows(self, start: u64, len: u64) -> Self {
+    /// The `len` bytes from `start` on.
+    fn slice(self, start: u64, len: u64) -> Self {
         match self {
             Location::Nowhere => Location::Nowhere,
             Location::Here(slab_range) => {

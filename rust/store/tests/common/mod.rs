@@ -2,12 +2,13 @@
 #![allow(dead_code, reason = "each test uses some of it")]
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, FetchReceiver, FetchedTensor, Limits, Rows, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
+    Dtype, FetchReceiver, FetchedTensor, Limits, Selection, ShardId, ShardRows, StoreError, TensorMeta, TensorStore,
     TensorToStore, TimeLimit, Transport, Wanted,
 };
 
@@ -112,12 +113,12 @@ pub fn put(store: &TensorStore, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, Sto
 
 /// All of a shard of so many bytes.
 pub fn whole(owner: &str, id: &ShardId, len: u64) -> Wanted {
-    Wanted { owner: owner.into(), id: id.clone(), rows: None, meta: bytes_meta(len) }
+    Wanted { owner: owner.into(), id: id.clone(), rows: Selection::All, meta: bytes_meta(len) }
 }
 
-pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
+pub fn rows(owner: &str, id: &ShardId, rows: Range<u64>) -> Wanted {
     let meta = bytes_meta(rows.end.saturating_sub(rows.start));
-    Wanted { owner: owner.into(), id: id.clone(), rows: Some(rows), meta }
+    Wanted { owner: owner.into(), id: id.clone(), rows: Selection::range(rows), meta }
 }
 
 pub fn fetch(

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    FetchReceiver, Limits, MissingShard, ShardId, ShardRows, StoreError, TensorStore, TimeLimit, Transport, Wanted,
+    FetchReceiver, Limits, MissingShard, Selection, ShardId, ShardRows, StoreError, TensorStore, TimeLimit, Transport,
+    Wanted,
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
@@ -210,7 +211,7 @@ fn a_large_shard_is_stored_and_removed_over_a_connection() {
     let (owner, id): (_, ShardId) = (Owner::new(), "a:1".parse().unwrap());
     let bytes = pattern(6, 20 << 20);
     owner.store("a:1", &bytes);
-    let found = owner.store.look_up(&[ShardRows { id, rows: None }]).unwrap();
+    let found = owner.store.look_up(&[ShardRows { id, rows: Selection::All }]).unwrap();
     assert!(found[0].bytes() == bytes);
     let removed = owner.ask("DELETE", "/data/clear", "", br#"{"shard_ids": ["a:1", "a:1"]}"#).json();
     assert_eq!((&removed["cleared_count"], &removed["freed_bytes"]), (&json!(1), &json!(bytes.len())));

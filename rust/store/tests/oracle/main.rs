@@ -12,7 +12,9 @@ use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pattern, 
 use model::{FetchedRows, Model, NEXT, StepCounts};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use tundish_store::{FetchedTensor, KeptCounts, Removed, ShardId, ShardRows, StoreError, TensorStore, TensorToStore};
+use tundish_store::{
+    FetchedTensor, KeptCounts, Removed, Selection, ShardId, ShardRows, StoreError, TensorStore, TensorToStore,
+};
 
 #[derive(Clone, Debug)]
 enum Action {
@@ -319,7 +321,7 @@ impl World {
             }
         }
         for (id, bytes) in &self.shards {
-            let found = self.owner.look_up(&[ShardRows { id: id.clone(), rows: None }]);
+            let found = self.owner.look_up(&[ShardRows { id: id.clone(), rows: Selection::All }]);
             assert_eq!(found.ok().map(|found| found[0].bytes() == bytes), self.stored.entries.get(id).map(|_| true));
         }
         assert!(self.views.iter().all(|(view, bytes)| view.bytes() == bytes), "views stay what they were");

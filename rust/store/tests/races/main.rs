@@ -7,6 +7,8 @@
 
 #[path = "../../src/error.rs"]
 mod error;
+#[path = "../../src/selection.rs"]
+mod selection;
 #[path = "../../src/shard_id.rs"]
 mod shard_id;
 #[path = "../../src/stats.rs"]
@@ -26,6 +28,7 @@ use loom::thread;
 use entries::fetch_buffer::{BufferLookup, CallStep, FetchBuffer, InFlight, Outcome, ShardKey};
 use entries::storage::Storage;
 use error::StoreError;
+use selection::Selection;
 use shard_id::ShardId;
 
 type Step = u64;
@@ -45,7 +48,7 @@ fn check(model: impl Fn() + Sync + Send + 'static) {
 }
 
 fn key() -> ShardKey {
-    ShardKey { id: ShardId::numbered(1, 1), owner: "owner".into(), rows: None }
+    ShardKey { id: ShardId::numbered(1, 1), owner: "owner".into(), rows: Selection::All }
 }
 
 fn ask(buffer: &FetchBuffer<Payload>, call_step: &CallStep) -> Result<BufferLookup<Payload>, StoreError> {
@@ -221,7 +224,7 @@ fn a_waiting_thread_learns_of_a_removal() {
         let inserted = buffer.insert(&in_flight, 5, BYTES);
         remover.join().unwrap();
         match (inserted, waiter.join().unwrap()) {
-            (Ok(()), Outcome::Arrived(5, None)) => {}
+            (Ok(()), Outcome::Arrived(5, Selection::All)) => {}
             (Err(StoreError::Drained { .. }), Outcome::Failed(StoreError::Drained { .. })) => {}
             other => panic!("{other:?}"),
         }
@@ -252,7 +255,10 @@ fn a_repeated_question_is_not_counted_again() {
         let in_flight = lead(&buffer, &call_step);
         assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Pending(_)]));
         buffer.insert(&in_flight, 5, BYTES).unwrap();
-        assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Hit(5, None)]));
+        assert!(matches!(
+            buffer.look_up(&call_step, &[key()], false).unwrap()[..],
+            [BufferLookup::Hit(5, Selection::All)]
+        ));
         let counts = buffer.lock().counts;
         assert_eq!((counts.hits, counts.misses), (0, 1));
         assert!(matches!(ask(&buffer, &call_step), Ok(BufferLookup::Hit(..))));

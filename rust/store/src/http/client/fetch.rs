@@ -21,7 +21,7 @@ use crate::http::json::{self, ErrorAnswer};
 use crate::http::route::MediaType;
 use crate::http::shard_header::Payload;
 use crate::http::{NODE_FIELD, this_node};
-use crate::shard_id::ShardRows;
+use crate::selection::ShardRows;
 use crate::time_limit::TimeLimit;
 
 /// Tries of a request that fails each time.

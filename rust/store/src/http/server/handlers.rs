@@ -22,7 +22,8 @@ use crate::http::route::Refusal;
 use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
 use crate::memory::tensor::OutgoingShard;
-use crate::shard_id::{ShardId, ShardRows};
+use crate::selection::{Selection, ShardRows};
+use crate::shard_id::ShardId;
 use crate::tensor_store::TensorStore;
 
 /// Bytes of the longest body: a list of as many ids as one request may name.
@@ -112,7 +113,7 @@ impl<'a> Handler<'a> {
     }
 
     fn read(&self, id: ShardId) -> Result<Answer, Refusal> {
-        let shard = self.store().look_up(&[ShardRows { id, rows: None }])?.remove(0);
+        let shard = self.store().look_up(&[ShardRows { id, rows: Selection::All }])?.remove(0);
         let mut body = ResponseBody::default();
         match self.accepts() {
             MediaType::Shards => append_shard(&mut body, shard),
