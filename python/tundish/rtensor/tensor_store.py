@@ -287,8 +287,7 @@ class TensorStore:
         Args:
             obj: a handle, or nested containers of handles. Everything else stays as it is.
             out: output buffers: a tensor for a handle, else as many tensors as `obj` has handles, in their order, with
-                their shapes and dtypes. The fetched tensors are copied into them, and they come in place of the
-                handles.
+                their shapes and dtypes. The fetched tensors are copied into them, and they replace the handles.
             timeout: seconds until everything has arrived.
 
         Returns:
