@@ -252,8 +252,7 @@ class TensorStore:
             TensorStoreFullError: the storage stayed at its limit.
             InvalidTypeError: a tensor is sparse, quantized or otherwise more than values in memory, or its dtype cannot
                 be sent. The message has the path. Or `trim` is neither a bool nor names.
-            InvalidInputError: a tensor that `trim` names does not begin with the shape of its `attention_mask`, or
-                there is none.
+            InvalidInputError: `trim` names no tensor, or one that does not begin with the shape of the mask.
 
         Example:
             >>> import torch
