@@ -149,6 +149,15 @@ def test_equal_contents_have_equal_hashes() -> None:
     assert len(set(hashes_of(first))) == len(first)
 
 
+def test_what_containers_share_is_read_once() -> None:
+    # time: without that, 2**200 lists are read, in no time there is
+    assert hashes_of([doubled(200)]) == hashes_of([doubled(200)]) != hashes_of([doubled(199)])
+
+
+def doubled(times: int) -> list[Any]:
+    return functools.reduce(lambda inner, _: [inner, inner], range(times), [])
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -63,6 +63,12 @@ def test_tensors_without_handles_are_refused_in_place_of_handles() -> None:
                 InvalidInputError, match="has tensors and no handles: give what remotize returned"
             ):
                 call()
+        ids = td.rtensor.flatten_shard_ids(remotize(torch.ones(1)))
+        for call in (lambda: td.rtensor.step(claim=ids).__enter__(), lambda: controller.keep(set(ids))):
+            with pytest.raises(
+                InvalidInputError, match="has strings and no handles: give what remotize returned"
+            ):
+                call()
         for nothing in (None, [], {"task": "sums"}):
             with td.rtensor.step(claim=nothing), controller.step(claim=nothing):
                 pass

@@ -38,6 +38,7 @@ MOST_BYTES = 64 << 10
 BUFFER = "buffer "
 
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+_Known = dict[int, tuple[Any, bytes]]
 _SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 
 
@@ -59,7 +60,7 @@ def hashes_of(values: Sequence[Any], *, with_devices: bool = False) -> list[str]
     is_tensor = set(tensors)
     for number, value in enumerate(values):
         if number not in is_tensor:
-            hashes[number] = _digest(_encoded(value))
+            hashes[number] = _digest(_encoded(value, {}))
     return hashes
 
 
@@ -193,9 +194,14 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _encoded(value: Any) -> bytes:
-    """Bytes that determine the contents of a value, whatever it is made of."""
+def _encoded(value: Any, known: _Known) -> bytes:
+    """Bytes that determine the contents of a value, whatever it is made of.
+
+    `known` has what was encoded before, by identity: containers may share their parts.
+    """
     kind = type(value)
+    if id(value) in known:
+        return known[id(value)][1]
     if kind in _SIMPLE:
         # This version writes equal values as equal bytes.
         return marshal.dumps(value, 2)
@@ -206,20 +212,24 @@ def _encoded(value: Any) -> bytes:
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         parts = [value.dtype.str.encode(), repr(value.shape).encode(), value.tobytes()]
     elif isinstance(value, Mapping):
-        parts = sorted(_joined([_encoded(key), _encoded(item)]) for key, item in value.items())
+        parts = sorted(_joined([_encoded(key, known), _encoded(item, known)]) for key, item in value.items())
     elif isinstance(value, set | frozenset):
-        parts = sorted(map(_encoded, value))
+        parts = sorted(_encoded(item, known) for item in value)
     elif isinstance(value, list | tuple):
-        parts = list(map(_encoded, value))
+        parts = [_encoded(item, known) for item in value]
     elif isinstance(value, _NAMED):
         # As a pickle holds them.
         parts = [value.__qualname__.encode()]
     else:
-        parts = _reduced(value)
-    return _joined([f"{kind.__module__}.{kind.__qualname__}".encode(), *parts])
+        parts = _reduced(value, known)
+    joined = _joined([f"{kind.__module__}.{kind.__qualname__}".encode(), *parts])
+    encoded = hashlib.blake2b(joined, digest_size=32).digest()
+    # Kept alive, so that no other object gets its identity.
+    known[id(value)] = value, encoded
+    return encoded
 
 
-def _reduced(value: Any) -> list[bytes]:
+def _reduced(value: Any, known: _Known) -> list[bytes]:
     """What a pickle of `value` consists of."""
     try:
         reduced = value.__reduce_ex__(4)
@@ -231,10 +241,10 @@ def _reduced(value: Any) -> list[bytes]:
     state, items, pairs = (*rest, None, None, None)[:3]
     return [
         getattr(call, "__qualname__", "").encode(),
-        _encoded(arguments),
-        _encoded(state),
-        _encoded(None if items is None else list(items)),
-        _encoded(None if pairs is None else dict(pairs)),
+        _encoded(arguments, known),
+        _encoded(state, known),
+        _encoded(None if items is None else list(items), known),
+        _encoded(None if pairs is None else dict(pairs), known),
     ]
 
 

@@ -549,10 +549,10 @@ def plain_step(step: Any) -> Any:
 
 
 def check_step(step: object) -> int:
-    """Check that `step` is a whole number of at least 0."""
+    """Check that `step` is a whole number from 0 to 2**63 - 1."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 63:
         # Shortened: a state dict that was given in its place would take megabytes.
-        raise InvalidInputError(f"step is {reprlib.repr(step)}: give a whole number of at least 0")
+        raise InvalidInputError(f"step is {reprlib.repr(step)}: give a whole number from 0 to 2**63 - 1")
     return step
 
 
@@ -595,7 +595,11 @@ def path_of(given: Any, name: str) -> Path:
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise InvalidTypeError(f"{name} is {given!r}: give the path of a folder, as text")
     text = os.fspath(given)
-    if not text or "\0" in text:
+    try:
+        is_name = b"\0" not in os.fsencode(text) != b""
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
         raise InvalidInputError(f"{name} is {text!r}, which names no folder: '.' is the current one")
     return Path(given).absolute()
 

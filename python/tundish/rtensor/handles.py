@@ -325,12 +325,17 @@ def required_handles(obj: Any, argument: str) -> list[RTensor]:
     """The handles in nested containers, with repetitions, as `handles_of`.
 
     Raises:
-        InvalidInputError: there are tensors and no handles. `remotize` was probably forgotten.
+        InvalidInputError: there are tensors and no handles, or only ids of shards. `remotize` was probably forgotten.
     """
     searched = _searchable(obj)
     handles = handles_of(searched)
     if not handles and find_all(Tensor, searched):
         raise InvalidInputError(f"{argument} has tensors and no handles: give what remotize returned")
+    texts = [searched] if isinstance(searched, str) else searched
+    if texts and isinstance(texts, list | tuple | set) and all(isinstance(one, str) for one in texts):
+        raise InvalidInputError(
+            f"{argument} has strings and no handles: give what remotize returned, not the ids"
+        )
     return handles
 
 

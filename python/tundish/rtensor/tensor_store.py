@@ -453,7 +453,7 @@ class TensorStore:
         Raises:
             ShardGoneError: a claimed shard does not exist here, or another step claims it. Nothing is drained then. A
                 `Controller` claims shards of other processes.
-            InvalidInputError: this process is in a step already, or `claim` has tensors and no handles.
+            InvalidInputError: this process is in a step already, or `claim` has tensors or ids and no handles.
 
         Example:
             >>> import torch
@@ -500,7 +500,7 @@ class TensorStore:
             The number of shards and fetched entries that are kept.
 
         Raises:
-            InvalidInputError: `obj` has tensors and no handles.
+            InvalidInputError: `obj` has tensors or ids and no handles.
 
         Example:
             >>> import torch
@@ -533,7 +533,7 @@ class TensorStore:
 
         Raises:
             PeerFailedError: another rank failed; raised on all ranks.
-            InvalidInputError: this rank is in a `step` of its own, or `claim` has tensors and no handles.
+            InvalidInputError: this rank is in a `step` of its own, or `claim` has tensors or ids and no handles.
 
         Example:
             >>> import torch

@@ -315,6 +315,9 @@ def test_only_whole_checkpoints_are_read(saved: Path, tmp_path: Path) -> None:
         assert str(refusal.value).startswith(f"[Errno 2] {folder} ")
         assert said in str(refusal.value)
         assert refusal.value.filename == str(folder)
+    for path, said in (3, "path is 3"), ("a\0b", "names no folder"), ("a\ud800", "names no folder"):
+        with pytest.raises((InvalidInputError, InvalidTypeError), match=said):
+            load_dcp(state, path)
     assert not state["model"]["w"].any()
 
 

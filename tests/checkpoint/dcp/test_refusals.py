@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -88,6 +89,10 @@ ENDLESS: list[Any] = []
 ENDLESS.append(ENDLESS)
 
 
+def nested_lists(depth: int) -> list[Any]:
+    return functools.reduce(lambda inner, _: [inner], range(depth), [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,6 +103,7 @@ ENDLESS.append(ENDLESS)
         ({"extra": {None: 2}}, "extra is no JSON: extra has the key None."),
         ({"extra": {"a": {"shape": (1, 2)}}}, "extra is no JSON: extra['a']['shape'] is a tuple."),
         ({"extra": {"a": ENDLESS}}, "extra is no JSON: it is nested too deep, or contains itself."),
+        ({"extra": {"a": nested_lists(500)}}, "extra is no JSON: it is nested too deep, or contains itself."),
         ({"extra": {"a": 10**5000}}, "extra is no JSON: not all of it comes back as it is."),
         ({"rank_extra": {"loader": object()}}, "rank_extra['loader'] is a builtins.object"),
         ({"staging": "later"}, "staging is 'later'"),

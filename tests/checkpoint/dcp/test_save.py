@@ -246,6 +246,7 @@ def test_objects_come_back_unchanged(planner: SavePlanner, tmp_path: Path) -> No
         "zero": 0.0,
         "minus zero": -0.0,
         "one": 1,
+        "many digits": 10**5000,
         "true": True,
         "nothing": None,
         "text": "a",
@@ -266,7 +267,7 @@ def test_objects_come_back_unchanged(planner: SavePlanner, tmp_path: Path) -> No
     loaded = read(tmp_path / "saved")
     assert loaded.keys() == expected.keys()
     assert math.copysign(1, loaded["minus zero"]) == -1 and math.copysign(1, loaded["zero"]) == 1
-    for name in ("one", "true", "nothing", "text", "bytes"):
+    for name in ("one", "many digits", "true", "nothing", "text", "bytes"):
         assert_same(loaded[name], expected[name])
     assert loaded["nested"]["list"] == [1, (2, 3)]
     assert loaded["nested"]["tuple"][0].item() == 0

@@ -50,8 +50,9 @@ def test_invalid_paths_and_steps_are_refused_with_errors_of_the_library(tmp_path
             call(long)
         with pytest.raises(InvalidTypeError, match="None"):
             call(None)  # type: ignore[arg-type]
-        with pytest.raises(InvalidInputError, match="names no folder"):
-            call("")
+        for path in ("", "a\0b", "a\ud800"):
+            with pytest.raises(InvalidInputError, match="names no folder"):
+                call(path)
     with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
         with pytest.raises(InvalidTypeError, match="path is 3"):
             checkpointer.verify(3)  # type: ignore[arg-type]

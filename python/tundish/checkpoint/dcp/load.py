@@ -43,7 +43,7 @@ from tundish.checkpoint.dcp.state import (
 from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
 from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint, open_folder
 from tundish.checkpoint.readonly import ReadonlyRoot
-from tundish.checkpoint.root import Published, Root, check_step, format_steps, name_of
+from tundish.checkpoint.root import Published, Root, check_step, format_steps, name_of, path_of
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
 
@@ -95,9 +95,10 @@ def load_dcp(
         >>> state["w"], extra
         (tensor([1., 1.]), {'epoch': 3})
     """
-    # A link is resolved once.
-    folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
+        with voter.agreed("finding the checkpoint to load"):
+            # A link is resolved once.
+            folder = Path(os.path.realpath(path_of(path, "path")))
         lock = functools.partial(open_folder, folder)
         with open_checkpoint(lock, folder.name, step=None, every_byte=verify, voter=voter) as checkpoint:
             return _load_verified(state_dict, checkpoint, trusted)

@@ -7,9 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
+import marshal
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -153,7 +155,7 @@ class DcpSave:
         names, known = list(self._state.structure.paths), dict[Any, bytes]()
         for number in numbers:
             value = self._state.values[number]
-            key = (type(value), repr(value)) if type(value) in _SIMPLE else number
+            key = (type(value), marshal.dumps(value, 2)) if type(value) in _SIMPLE else number
             if key not in known:
                 known[key] = _pickled(names[number], value, self._trusted)
             self._pickles[number] = known[key]
@@ -198,7 +200,8 @@ def _check_extra(extra: Any) -> str:
         raise InvalidTypeError(f"extra is {format_type(extra)}: give a dict of values of the run")
     try:
         text = json.dumps(dict(extra), allow_nan=False)
-        if json.loads(text) == extra:
+        # Saves keep a copy.
+        if json.loads(text) == copy.deepcopy(dict(extra)):
             return json.dumps(dict(extra), sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         pass
