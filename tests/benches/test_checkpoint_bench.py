@@ -29,6 +29,8 @@ def test_a_way_of_saving_is_timed_and_compared(
     for stall, durable in zip(reply["stall"], reply["durable"], strict=True):
         assert 0 < stall <= durable
     assert reply["memory"] < 64 * 2**20
+    assert [each.keys() for each in reply["loads"]] == [{"cold", "warm"}] * (2 if contestant == "dcp" else 0)
+    assert all(seconds > 0 for each in reply["loads"] for seconds in each.values())
     # Of what was saved nothing is left.
     assert not list((tmp_path / "saves").rglob("*.safetensors"))
 
@@ -91,4 +93,5 @@ def saving(folder: Path, contestant: str, world: int, sharded: bool) -> dict[str
         "compare": True,
         "beside": [],
         "loops": [],
+        "loads": contestant == "dcp",
     }
