@@ -14,7 +14,6 @@ import pickle
 import random
 import re
 import struct
-import subprocess
 import sys
 import types
 import zipfile
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoint.checkpoint_roots import add_checksums
+from support.distributed.programs import run
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -324,7 +324,7 @@ def test_an_array_reaches_only_its_own_memory(
     saved = object_of_somebody_else(tmp_path / "root", stream.getvalue(), monkeypatch)
     # In a process of its own: following an address would end it.
     code = f"from tundish.checkpoint import load_dcp; state = {{'o': 0}}; load_dcp(state, {str(saved)!r}); print(state)"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = run(["-c", code])
     assert process.returncode == 1
     assert re.search(r"(InvalidTypeError|CorruptCheckpointError): 'o' in", process.stderr)
 
