@@ -122,8 +122,8 @@ def checkpoint_measures(
             saves=1,
         )
     summary = (
-        f"Each time is the minimum of {plan.rounds * plan.saves} saves. Each of {plan.rounds} rounds runs every "
-        f"library in a fresh process for each rank: one save to warm up, then {plan.saves} timed saves."
+        f"Each time is the minimum of {plan.rounds * plan.saves} saves. Each library runs in a fresh process for each "
+        f"rank: one save to warm up, then {plan.saves} timed saves."
     )
     return {name: lambda name=name: measure(name, plan) for name in MEASURES["checkpoint"]}, summary
 

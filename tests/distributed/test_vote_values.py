@@ -71,7 +71,7 @@ def test_ranks_work_together_or_fail_together(host: str, tmp_path: Path) -> None
         assert job.hear_all() == [([0],), ([],), ([2],)]
         for kind, text, _ in job.hear_all():
             assert kind == "PeerFailedError"
-            assert "was not done with it in time" in text
+            assert "did not finish in time" in text
         assert job.hear_all() == [("", "", None)] * 3
         job.expect_end()
 

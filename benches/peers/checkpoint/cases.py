@@ -1,7 +1,7 @@
 """The measures of saving: contestants, workloads, numbers of ranks, and the floors.
 
 In each round each contestant saves in new processes, one after the other. So all meet the same drift of the machine.
-A row takes the least of all rounds on both sides. The first round reads every save back and compares it bit for bit.
+A row takes the least of all rounds on both sides. The first round reads a save back and compares it bit for bit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Plan:
     processors: int
     large: str = "large"
     small: str = "small"
-    rounds: int = 2
-    saves: int = 3
+    rounds: int = 1
+    saves: int = 5
 
 
 @dataclass(kw_only=True)

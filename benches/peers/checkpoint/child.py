@@ -177,7 +177,9 @@ def main() -> None:
     # Training has their memory.
     floors.clear()
     for name in request["loops"]:
-        reply["lost"][name] = [training.lost(training.LOOPS[name], rank) for _ in range(request["rounds"])]
+        reply["lost"][name] = [
+            training.lost(training.LOOPS[name], rank) for _ in range(min(request["rounds"], 2))
+        ]
     rank.saver.close()
     if rank.world > 1:
         replies: list[Any] = [None] * rank.world

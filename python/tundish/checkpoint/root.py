@@ -86,7 +86,7 @@ class Room(NamedTuple):
     files: int
 
 
-# The bytes of a file: memory, anything with a buffer, and the place in the file of each part.
+# Contents of a file: pairs of an offset and the memory that lies there, which is any buffer.
 Contents = Sequence[tuple[int, Any]]
 
 
@@ -135,7 +135,7 @@ class Published(Protocol):
     def path(self) -> Path: ...
 
     def open(self, file: str) -> BinaryIO:
-        """Open a file to seek and to read in it. Raises `NotFoundError` or another `OSError`."""
+        """Open a file for reading and seeking. Raises `NotFoundError` or another `OSError`."""
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[RecordedFile], str]:
         """The checkpoint (kind, step, `world_size`, `extra`), its files, and the checksum of its manifest.
@@ -411,7 +411,7 @@ class DiskFolder:
         self.path = lock.path
 
     def open(self, file: str) -> BinaryIO:
-        """Open it as any file."""
+        """Open the file at its path."""
         try:
             return (self.path / file).open("rb")
         except FileNotFoundError as error:
@@ -448,7 +448,7 @@ class DiskFolder:
         return ", ".join(times)
 
     def is_of_another_user(self, file: str) -> bool:
-        """Look at its owner."""
+        """Compare the owner of the file with this user."""
         return (self.path / file).stat().st_uid != os.geteuid()
 
     def __enter__(self) -> Self:
@@ -596,7 +596,8 @@ def path_of(given: Any, name: str) -> Path:
         raise InvalidTypeError(f"{name} is {given!r}: give the path of a folder, as text")
     text = os.fspath(given)
     try:
-        is_name = b"\0" not in os.fsencode(text) != b""
+        encoded = os.fsencode(text)
+        is_name = bool(encoded) and b"\0" not in encoded
     except UnicodeEncodeError:
         is_name = False
     if not is_name:

@@ -32,8 +32,8 @@ def add_shm_commands(commands: Any) -> None:
         verbs,
         "sweep",
         summary="remove what killed processes left",
-        description="Remove the named segments of this user that no process uses, and the slot files of checkpoint "
-        "writers that were killed. Segments that a process holds, files of other users and other files are left alone.",
+        description="Remove the named segments of this user that no process uses. Segments that a process holds, "
+        "segments of other users and other files are left alone.",
     )
     sweep.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     sweep.set_defaults(run=run_sweep, needs="tundish.shm.memory")

@@ -186,7 +186,7 @@ class VoteProtocol:
     def _post(self, vote: RankVote) -> int:
         """Report this rank's status; return how many ranks have reported theirs.
 
-        Where the vote is over before this rank's work is done, its status is not reported.
+        If the vote ends before this rank's work, its status is not reported.
         """
         store, key = self._store, f"{vote.number}"
         if vote.same is not None and vote.failure is None:
@@ -198,10 +198,10 @@ class VoteProtocol:
         if vote.value is not None:
             store.write(f"{key}/value/{self._rank}", vote.value)
         if vote.work is not None and vote.failure is None:
-            # This rank is there, and the others read who is not.
+            # Counts as there before its work ends, so that others name only ranks that are missing.
             store.write(f"{key}/vote/{self._rank}", "")
             vote.posted = True
-            if not self._finish(vote, vote.work):
+            if not self._wait_for_work(vote, vote.work):
                 return store.add(f"{key}/arrived", 0)
         # Before the rank is counted, so that the last one to be counted knows of every failure.
         if vote.failure is not None:
@@ -214,9 +214,9 @@ class VoteProtocol:
         vote.posted = True
         return store.add(f"{key}/arrived", 1)
 
-    def _finish(self, vote: RankVote, work: Future[Any]) -> bool:
+    def _wait_for_work(self, vote: RankVote, work: Future[Any]) -> bool:
         """Wait for `work`. Returns False if the vote is over before it is done."""
-        begun, failed_at = time.monotonic(), math.inf
+        started, failed_at = time.monotonic(), math.inf
         while not (work.done() and work.exception() is None):
             now = time.monotonic()
             if work.done():
@@ -227,7 +227,7 @@ class VoteProtocol:
                     return True
             if self.lost() or self._is_out_of_time(vote) or self._read_result(vote.number) is not None:
                 return False
-            self._watch.wait(min(max((now - begun) / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE) * self._load)
+            self._watch.wait(min(max((now - started) / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE) * self._load)
         return True
 
     def _wait(self, vote: RankVote) -> tuple[VoteResult, int | None]:
@@ -323,7 +323,7 @@ class VoteProtocol:
             # A rank is there before its work is done.
             is_complete = self._store.add(f"{number}/arrived", 0) >= len(self._ranks)
             if not is_complete and not failures:
-                failures[self._rank] = RankFailure(rank=self._rank, text="was not done with it in time")
+                failures[self._rank] = RankFailure(rank=self._rank, text="did not finish in time")
         if vote.combine is not None and is_complete and not failures:
             try:
                 text = vote.combine(self._values(number))

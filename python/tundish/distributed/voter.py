@@ -278,9 +278,9 @@ class Voter:
         The work runs on another thread. So Ctrl-C ends the wait for it, and so does a rank that is killed or fails.
 
         Args:
-            work: called on another thread; it ends by itself at some time.
+            work: called on another thread; it must end by itself.
             what: as in `vote`.
-            undo: called with the result of `work` if the vote failed, at once or when there is one, on either thread.
+            undo: if the vote fails, called with the result of `work` as soon as there is one, on either thread.
             timeout: as in `vote`.
 
         Returns:

@@ -92,8 +92,8 @@ def pack_dataset(
 
     Returns:
         A `datasets.Dataset` with one row a pack. `select`, `shuffle`, `train_test_split`, `shard`, and removing and
-        selecting columns work as usual. Columns cannot be renamed. `save_to_disk` raises, and `sort`, `unique`,
-        `to_parquet` and others find the numbers of the packs: save the plan instead. A stream gives a
+        selecting columns work as usual. Columns cannot be renamed. `save_to_disk` raises. `sort`, `unique`,
+        `to_parquet` and others see the numbers of the packs, not the packs: save the plan instead. A stream gives a
         `datasets.IterableDataset`, which one process reads.
 
     Raises:

@@ -57,8 +57,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     exactly so many packs and stops: ranks that each pack a part of the data then take the same number of steps.
 
     A sample is checked before any of its tokens comes into a pack. Memory: at most `window + 1` packs of `max_length`
-    tokens, and twice the sample that was read last. A token takes 8 bytes,
-    or 16 if samples have labels or masks of their own, and what the columns take.
+    tokens, and twice the sample that was read last. A token takes 8 bytes, or 16 if
+    samples have labels or masks of their own, and what the columns take.
 
     In the workers of a `DataLoader`, each worker packs a part of the samples. A torch `IterableDataset` (those of
     Hugging Face and of webdataset are) splits itself and is left alone. Of any other source, each worker reads all
@@ -141,7 +141,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             positions=positions,
             pad_token_id=pad_token_id,
         )
-        # Loaded, and not gone on from yet.
+        # A loaded state that the next iteration starts from.
         self._loaded: _State | None = None
         # The iteration that was begun last.
         self._iteration: _Iteration | None = None

@@ -57,7 +57,7 @@ class BackedStore(Protocol):
 
 
 class Backend:
-    """The base class of backends: stores tensors in this process and fetches those of others.
+    """The base class of backends: stores the tensors of its store and fetches those of others.
 
     A subclass may override any method. Several threads may call each method at once.
 
@@ -78,7 +78,7 @@ class Backend:
     tensor_store: BackedStore
 
     def attach(self, tensor_store: BackedStore) -> None:
-        """Begin to work for a store.
+        """Bind this backend to a store.
 
         Args:
             tensor_store: the store.
@@ -129,7 +129,7 @@ class Backend:
         return self.shards.put_as(shard_id, tensor, self.address(), timeout)
 
     def handle_of(self, shard_id: str) -> RTensor:
-        """Return the handle of a shard that this process stores.
+        """Return the handle of a shard of its store.
 
         Args:
             shard_id: the name of the shard.
@@ -152,7 +152,7 @@ class Backend:
         return tensors_over(self.shards.fetch(list(handles), timeout, self.shared_memory), handles)
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
-        """Remove shards that this process stores, and their fetched copies.
+        """Remove shards of its store, and their fetched copies.
 
         Args:
             shard_ids: the names of the shards.
@@ -163,7 +163,7 @@ class Backend:
         return _removed(self.shards.remove(shard_ids))
 
     def clear(self) -> Removed:
-        """Remove all stored and fetched shards of this process.
+        """Remove all stored and fetched shards of its store.
 
         Returns:
             The counts of what was removed.
@@ -171,7 +171,7 @@ class Backend:
         return _removed(self.shards.clear())
 
     def stats(self) -> dict[str, Any]:
-        """Count what this process stores and has fetched.
+        """Count what its store holds and has fetched.
 
         Returns:
             `storage`, `buffer` and `steps`.

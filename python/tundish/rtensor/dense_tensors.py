@@ -1,4 +1,4 @@
-"""Tensors on their way: made dense and trimmed to be stored, made of fetched bytes, and received into buffers."""
+"""Makes tensors dense and trims them to be stored, and makes tensors of fetched bytes."""
 
 from __future__ import annotations
 

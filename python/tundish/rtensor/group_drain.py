@@ -1,8 +1,8 @@
 """`drain_group`: the drain of all ranks of a process group, without a controller.
 
 Invariants:
-    An owner removes claimed shards only when every rank has dropped what it fetched of them.
-    A rank that fails takes part in every vote of a drain, so that all ranks raise its error.
+    - An owner removes claimed shards only when every rank has dropped what it fetched of them.
+    - A rank that fails takes part in every vote of a drain, so that all ranks raise its error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tundish.distributed import Voter
 from tundish.rtensor.handles import by_owner, required_handles
 from tundish.rtensor.workers import HttpRequest, Worker, WorkerConnections
 
-# Within which an owner answers a drain.
+# An owner must answer a drain within this time.
 _TIMEOUT_SECONDS = 30.0
 
 
@@ -46,10 +46,8 @@ def drain_group(store: DrainedStore, voter: Voter, claim: Any) -> None:
         store.drop_fetched([shard_id for ids in claims.values() for shard_id in ids])
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
-    mine_of_all = json.dumps([sorted(store.kept), bool(claims.keys() - store.own_addresses())])
-    kept, removes_elsewhere = json.loads(
-        voter.combine(mine_of_all, _kept_and_flag, problem, what="drop what was fetched")
-    )
+    own = json.dumps([sorted(store.kept), bool(claims.keys() - store.own_addresses())])
+    kept, removes_elsewhere = json.loads(voter.combine(own, _merged, problem, what="drop what was fetched"))
     if kept:
         # Claims may be many, and few of them are of kept shards: only these are exchanged.
         claimed = {shard_id for ids in claims.values() for shard_id in ids} & set(kept)
@@ -65,7 +63,7 @@ def drain_group(store: DrainedStore, voter: Voter, claim: Any) -> None:
         voter.vote(problem, what="remove what was claimed")
 
 
-def _kept_and_flag(values: list[str]) -> str:
+def _merged(values: list[str]) -> str:
     """The ids that any rank keeps, and whether any rank removes shards of other processes."""
     kept, flags = zip(*map(json.loads, values), strict=True)
     return json.dumps([sorted(set().union(*kept)), any(flags)])

@@ -161,7 +161,7 @@ class TensorStore:
         tls: Tls | None = None,
         open_metrics: bool = False,
     ) -> Server:
-        """Serve what this process stores. Call it once in every process that stores or fetches.
+        """Serve what this store stores. Call it once in every process that stores or fetches.
 
         Called again with the same arguments, it returns the same server.
 
@@ -184,7 +184,7 @@ class TensorStore:
             The server, which is closed by its `close()` or as a context manager.
 
         Raises:
-            InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
+            InvalidInputError: a token is missing, an argument is invalid, or this store serves with other arguments.
             InvalidTypeError: an argument has the wrong type.
             StorageError: the port is taken, or a file cannot be read (an `OSError` with its `errno`).
 
@@ -362,7 +362,7 @@ class TensorStore:
         return self.backend.store_as(shard_id, values, timeout)
 
     def fetch(self, shard_id: str) -> Tensor:
-        """Return the tensor that this process stores under a name, in host memory. You may write to it.
+        """Return the tensor that this store stores under a name, in host memory. You may write to it.
 
         Args:
             shard_id: the name.
@@ -371,7 +371,7 @@ class TensorStore:
             A CPU tensor.
 
         Raises:
-            ShardGoneError: this process stores no tensor under this name.
+            ShardGoneError: this store stores no tensor under this name.
 
         Example:
             >>> import torch
@@ -385,7 +385,7 @@ class TensorStore:
         return found
 
     def remove(self, shard_ids: str | Iterable[str]) -> int:
-        """Remove shards that this process stores, and what it fetched of them.
+        """Remove shards that this store stores, and what it fetched of them.
 
         Other processes keep what they fetched until their step ends or `clear_batches` drains it. Until then they read
         the old tensor, even through a handle of a new tensor with the same name.
@@ -408,7 +408,7 @@ class TensorStore:
         return self.backend.remove(names)["cleared_count"]
 
     def clear_node(self) -> Removed:
-        """Remove everything that this process stores or fetched, claimed or not.
+        """Remove everything that this store stores or fetched, claimed or not.
 
         Returns:
             The counts of the storage: `cleared_count` shards, `num_tensors` and `total_bytes`.
@@ -423,7 +423,7 @@ class TensorStore:
         return self.backend.clear()
 
     def clear_fetch_buffer(self, shard_ids: str | Iterable[str] | None = None) -> int:
-        """Drop what this process fetched. Tensors that were handed out stay valid.
+        """Drop what this store fetched. Tensors that were handed out stay valid.
 
         Args:
             shard_ids: one shard to drop, or several; None drops everything.
@@ -443,17 +443,17 @@ class TensorStore:
 
     @contextlib.contextmanager
     def step(self, claim: Any = None) -> Iterator[Step]:
-        """A step of this process: when the block ends, all that was fetched in it is dropped, and `claim` is removed.
+        """A step of this store: when the block ends, all that was fetched in it is dropped, and `claim` is removed.
 
         Fetches between two steps belong to the later one.
 
         Args:
-            claim: nested containers of handles of shards that this process stores. Other shards stay.
+            claim: nested containers of handles of shards that this store stores. Other shards stay.
 
         Raises:
             ShardGoneError: a claimed shard does not exist here, or another step claims it. Nothing is drained then. A
                 `Controller` claims shards of other processes.
-            InvalidInputError: this process is in a step already, or `claim` has tensors or ids and no handles.
+            InvalidInputError: this store is in a step already, or `claim` has tensors or ids and no handles.
 
         Example:
             >>> import torch
@@ -468,7 +468,7 @@ class TensorStore:
         ids = shard_ids(required_handles(claim, "claim"))
         with self._lock:
             if self._in_step:
-                raise InvalidInputError("this process is in a step already: end that one first")
+                raise InvalidInputError("this store is in a step already: end that one first")
             self._in_step = True
         try:
             number = self._next_number()
@@ -488,9 +488,9 @@ class TensorStore:
             self._in_step = False
 
     def keep(self, obj: Any) -> int:
-        """Carry over the shards of handles in `obj`: they, and what this process fetched of them, outlive the step.
+        """Carry over the shards of handles in `obj`: they, and what this store fetched of them, outlive the step.
 
-        They stay until they are removed or drained by their ids, or a later `step` of this process or `drain` claims
+        They stay until they are removed or drained by their ids, or a later `step` of this store or `drain` claims
         them.
 
         Args:
@@ -548,7 +548,7 @@ class TensorStore:
         drain_group(self, voter_of(group), claim)
 
     def stats(self) -> dict[str, int | float]:
-        """Count what this process stores and has fetched.
+        """Count what this store stores and has fetched.
 
         Returns:
             Numbers by name, which `/metrics` of its server shows too. Names end with their unit (`_bytes`, `_seconds`,
@@ -563,7 +563,7 @@ class TensorStore:
         return self.backend.numbers()
 
     def storage_stats(self) -> dict[str, Any]:
-        """Counts of the shards that this process stores.
+        """Counts of the shards that this store stores.
 
         Returns:
             A dict with these counts:
@@ -584,7 +584,7 @@ class TensorStore:
         return {"num_tensors": storage.pop("num_entries"), **storage}
 
     def fetch_buffer_stats(self) -> dict[str, Any]:
-        """Counts of what this process fetched and holds until the end of the step.
+        """Counts of what this store fetched and holds until the end of the step.
 
         Returns:
             A dict with these counts:
@@ -607,7 +607,7 @@ class TensorStore:
         return found
 
     def set_backend(self, backend: Backend | None) -> None:
-        """Set the backend of this process. Shards that are stored stay where they are.
+        """Set the backend of this store. Shards that are stored stay where they are.
 
         Args:
             backend: `HttpBackend()`, `LocalBackend()` or `RayBackend()`. None is the default, `HttpBackend()`.
@@ -661,7 +661,7 @@ class TensorStore:
         _, missing, taken = self.shards.claim(number, self._claimant, ids)
         if missing or taken:
             raise ShardGoneError(
-                "this process does not store these shards, or another step claims them: "
+                "this store does not hold these shards, or another step claims them: "
                 f"{format_list([*missing, *taken])}; use a Controller to claim shards of other processes"
             )
 

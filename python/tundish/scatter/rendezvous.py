@@ -123,7 +123,7 @@ class Channels:
 
 
 class _NodesGroup:
-    """A gloo group of the source and of ranks of other nodes. Collective over these `members`.
+    """The gloo group of the source and the ranks of other nodes. Making it is collective over these `members`.
 
     Attributes:
         group: the `ProcessGroup`.
@@ -332,7 +332,7 @@ class _Rendezvous:
         return None
 
     def open_channels(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
-        """Receive the sender's queue, and make the groups of the ranks of different nodes."""
+        """Receive the sender's queue, and open the channels between nodes."""
         participants, gloo_receivers = self._participants, self._gloo_receivers
         if isinstance(channels.receiver, SharedMemoryReceiver):
             channels.receiver.receive_queue()

@@ -259,8 +259,7 @@ fn record<T>(files: &Mutex<FilesStatus>, outcome: Result<T, CommitError>) -> Res
     outcome.inspect_err(|error| status_of(files).failure.record(error.again()))
 }
 
-/// A file of an [`AtomicFolder`], made by
-/// [`AtomicFolder::create_file`].
+/// A file of an [`AtomicFolder`], made by [`AtomicFolder::create_file`].
 ///
 /// Each call writes without a buffer: append chunks of some kilobytes or more. The file counts as part of the folder
 /// only after [`finish`](FolderFile::finish); dropping it before keeps the folder from being published. Several threads

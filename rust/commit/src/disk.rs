@@ -1,7 +1,7 @@
 //! All system calls on the disk: each one is a method of [`Disk`].
 //!
-//! [`RealDisk`](crate::RealDisk) makes the calls. Roots, hidden folders and the shard writer are generic over the disk, so that tests can
-//! run them on a model that loses power.
+//! [`RealDisk`](crate::RealDisk) makes the calls. Roots, hidden folders and the shard writer are generic over the disk,
+//! so that tests can run them on a model that loses power.
 //!
 //! Invariants: names are relative to open folders, and symbolic links are not followed; `path` is for errors only. A
 //! call that a signal interrupts is repeated, except fsync: a failed fsync is final, whatever its reason.

@@ -147,8 +147,8 @@ pub(crate) fn check_order(order: &Integers<'_>, samples: usize, progress: &mut d
     Ok(())
 }
 
-/// Samples, pieces or packs that are read between two ticks: microseconds in memory, and below 100 ms where each of them waits for a page
-/// from a disk.
+/// Samples, pieces or packs that are read between two ticks: microseconds in memory, and below 100 ms where each of them
+/// waits for a page from a disk.
 pub(crate) const WINDOW: usize = 1024;
 
 /// The samples of a stream in their order, each with its length, read a window at a time.

@@ -1,4 +1,4 @@
-//! `TensorStore`: the shards that a process owns, and those that it fetched.
+//! `TensorStore`: the shards that a store owns, and those that it fetched.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;

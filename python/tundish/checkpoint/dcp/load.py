@@ -82,8 +82,8 @@ def load_dcp(
         NotFoundError: there is no whole checkpoint at `path`.
         CorruptCheckpointError: a file is damaged.
         StateMismatchError: the state dict does not fit. After each of these errors, which all ranks raise, the state
-            dict is unchanged. It may be changed in part if bytes are damaged and `verify` is False, and after the error
-            of an object's own `load_state_dict`, which runs when all tensors are loaded.
+            dict is unchanged, but in two cases: bytes are damaged and `verify` is False, or an object's own
+            `load_state_dict` raises, which runs when all tensors are loaded.
 
     Example:
         >>> import torch
@@ -206,7 +206,7 @@ class _CandidateCheckpoints:
 
 @contextlib.contextmanager
 def _lock(root: Root, name: str) -> Iterator[Published]:
-    """Lock a checkpoint of `root`; the error of one that is not there names those that are."""
+    """Lock a checkpoint of `root`. If it does not exist, the error lists the steps that do."""
     with contextlib.ExitStack() as stack:
         try:
             published = stack.enter_context(root.lock(name))
@@ -325,7 +325,7 @@ class _Load:
             except Exception as error:
                 raise CorruptCheckpointError(
                     f"the tensors in {self._path} cannot be read ({type(error).__name__}), and some of them are loaded "
-                    "already: leave out verify=False, which compares all bytes first and names damaged files"
+                    "already: without verify=False all bytes are compared first, and damaged files are named"
                 ) from error
             if self._flat is not None:
                 for name, value in self._objects.items():
@@ -356,7 +356,8 @@ class _Load:
             raise
         except Exception as error:
             raise CorruptCheckpointError(
-                f"{name!r} in {self._path} cannot be read ({type(error).__name__}: {error}): it is damaged",
+                f"{name!r} in {self._path} cannot be read ({type(error).__name__}: {error}): it is damaged, or not a "
+                "plain object",
                 (place.relative_path,),
             ) from error
 
@@ -382,7 +383,7 @@ def _read_metadata(reader: TensorReader, checkpoint: OpenCheckpoint) -> Metadata
 
 
 def _problem_of(metadata: Metadata, sizes: Mapping[str, int]) -> str | None:
-    """Why the values of a checkpoint cannot be found by its metadata; raises anything for one of another form.
+    """Describe what is wrong with a checkpoint's metadata; None if nothing is. Malformed metadata may raise any error.
 
     Args:
         metadata: as it was read.

@@ -200,7 +200,7 @@ def _check_extra(extra: Any) -> str:
         raise InvalidTypeError(f"extra is {format_type(extra)}: give a dict of values of the run")
     try:
         text = json.dumps(dict(extra), allow_nan=False)
-        # Saves keep a copy.
+        # A save deep-copies `extra`, so one that is nested too deep to copy is refused here.
         if json.loads(text) == copy.deepcopy(dict(extra)):
             return json.dumps(dict(extra), sort_keys=True)
     except (TypeError, ValueError, RecursionError):

@@ -146,7 +146,6 @@ def _flat(state: dict[Any, Any]) -> tuple[dict[str, Keys], list[tuple[str | int,
     paths = {}
     torch_paths: list[tuple[str | int, ...]] = []
     values: list[Any] = []
-    # Lists may share parts; each part is asked once.
     nested: dict[int, bool] = {}
 
     def visit(path: Keys, torch_path: tuple[str | int, ...], value: Any) -> None:
@@ -177,7 +176,10 @@ def _flat(state: dict[Any, Any]) -> tuple[dict[str, Keys], list[tuple[str | int,
 
 
 def _is_nested(values: list[Any], known: dict[int, bool]) -> bool:
-    """Whether a list has tensors or mappings in it, so that each item is a value of its own; `known`, by id."""
+    """Whether a list has tensors or mappings in it, so that each item is a value of its own.
+
+    `known` has the answers by id, because lists may share parts.
+    """
     if id(values) not in known:
         known[id(values)] = any(
             isinstance(value, torch.Tensor | Mapping)
@@ -234,7 +236,7 @@ class AbsentState:
         parameter: as the optimizer's state dict names it.
         names: of the values in the state dict that is loaded into.
         entry: the mapping of the values; None where it holds those of other parameters too.
-        group: before the names of the parameter's settings, where `entry` is None.
+        group: prefix of the names of the parameter's settings; used if `entry` is None.
     """
 
     parameter: Any

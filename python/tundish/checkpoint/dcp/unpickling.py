@@ -121,7 +121,7 @@ class _Unpickler(pickle._Unpickler):
         """Give the object below the top of the stack its state, which is on the top."""
         changed = self.stack[-2]
         if isinstance(changed, _SHARED):
-            raise UntrustedNameError(f"{changed} to change it")
+            raise pickle.UnpicklingError(f"it changes {changed!r}, which a pickle may only name")
         _OPERATIONS[pickle.BUILD[0]](self)
         if isinstance(changed, np.dtype) and not _is_valid(changed):
             raise pickle.UnpicklingError("a dtype has fields outside of its elements, or hides objects")
@@ -130,7 +130,7 @@ class _Unpickler(pickle._Unpickler):
         """Call the object below the top of the stack with the arguments on the top."""
         # Arrays are pickled by other functions. With a buffer of addresses this one makes objects of them.
         if self.stack[-2] is np.ndarray:
-            raise UntrustedNameError("numpy.ndarray to call it")
+            raise pickle.UnpicklingError("it calls numpy.ndarray")
         _OPERATIONS[pickle.REDUCE[0]](self)
 
     dispatch = _OPERATIONS | {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
