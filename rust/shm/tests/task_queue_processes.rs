@@ -200,6 +200,6 @@ fn a_watcher_ends_its_process_when_another_one_is_killed() {
         let mut ends = [rustix::event::PollFd::new(&alive, rustix::event::PollFlags::IN)];
         let seconds = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
         assert_eq!(rustix::event::poll(&mut ends, Some(&seconds)).unwrap(), 1);
-        assert!(begin.elapsed() < Duration::from_secs(1));
+        assert!(begin.elapsed() < Duration::from_secs(10));
     }
 }

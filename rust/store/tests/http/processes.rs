@@ -223,7 +223,7 @@ fn a_child_keeps_no_connection_of_its_parent() {
     let begin = Instant::now();
     assert!(open.is_closed(), "the end of the process is the end of its connections");
     assert!(matches!(fetch(), Err(StoreError::Unreachable { .. })));
-    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
     // SAFETY: the child of the process that was killed, which does nothing but sleep.
     unsafe { libc::kill(child, libc::SIGKILL) };
 }
