@@ -188,7 +188,7 @@ def test_a_save_that_is_refused_while_it_is_copied_gives_all_back(
     threads = len(os.listdir("/proc/self/task"))
     with pytest.raises(StepExistsError, match="5"):
         checkpointer.save_hf(5, large)
-    assert staging_stats()["in_use"] == checkpointer.stats()["staging"]["in_use"] == 0
+    assert staging_stats()["in_use"] == checkpointer.stats()["staging_in_use_bytes"] == 0
     assert len(os.listdir("/proc/self/task")) == threads
 
 

@@ -131,7 +131,8 @@ def test_a_thread_that_cannot_be_started_fails_the_save_alone(
                 checkpointer.save_hf(1, {"w": parameter}, staging="lazy", optimizer=optimizer)
         optimizer.step()
         checkpointer.wait(60)
-        assert checkpointer.stats()["under_way"] == {"hf": [], "dcp": []}
-        assert checkpointer.stats()["staging"]["in_use"] == 0
+        stats = checkpointer.stats()
+        assert stats["hf_saves_under_way"] == stats["dcp_saves_under_way"] == 0
+        assert checkpointer.stats()["staging_in_use_bytes"] == 0
         assert checkpointer.save_hf(2, {"w": parameter}).result(60) == root / "hf-2"
     assert not list(root.glob("*hf-1*"))

@@ -65,7 +65,7 @@ def save_different(rank: int, line: Line) -> None:
         said["some ranks, later"] = outcome(lambda: checkpointer.save_dcp(202, state))
         said["model"] = outcome(lambda: checkpointer.save_hf(203, {"seed": torch.full((3,), rank)}))
         checkpointer.wait()
-        assert checkpointer.stats()["staging"]["in_use"] == 0
+        assert checkpointer.stats()["staging_in_use_bytes"] == 0
         checkpointer.save_dcp(204, {"w": torch.ones(2)}, rank_extra={"seed": 100 + rank}, blocking=True)
     line.say(said)
 

@@ -1,4 +1,4 @@
-"""`stats()` of a scatter and of a loader on two ranks: counts, bytes and transports."""
+"""`stats()` of a scatter and of a loader on two ranks: counts, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ BYTES = 4 * NUMBERS
 SCATTER = {
     "source",
     "ranks",
-    "transports",
+    "shared_memory_ranks",
+    "gloo_ranks",
+    "device_ranks",
     "steps",
     "batches",
     "sent_bytes",
@@ -31,7 +33,8 @@ SCATTER = {
     "escaped_bytes",
 }
 LOADER = SCATTER | {"reading_seconds", "next_seconds", "ready_steps", "ready_bytes"}
-TRANSPORTS = {2: "shared memory", 1: "gloo"}
+# By the number of ranks of a node, the counts of ranks on the other end.
+COUNTS = {2: (1, 0, 0), 1: (0, 1, 0)}
 
 
 def batch(number: int) -> dict[str, Any]:
@@ -58,8 +61,8 @@ def a_few_steps(rank: int, line: Line) -> None:
     line.say(found, found["waiting_seconds"] - before["waiting_seconds"], seconds)
     assert [mine["n"] for mine in kept] == list(range(5))
     # The caller may change the result.
-    del found["transports"], found["ranks"][0]
-    assert td.scatter.stats()[0]["ranks"] == [0, 1]
+    del found["ranks"]
+    assert td.scatter.stats()[0]["ranks"] == 2
     line.hear()
 
 
@@ -72,8 +75,8 @@ def test_a_scatter_counts_steps_batches_and_bytes(node: int, tmp_path: Path) -> 
         job.tell(0)
         for rank, (found, waited, seconds) in enumerate(job.hear_all()):
             assert found.keys() == SCATTER
-            assert (found["source"], found["ranks"]) == (0, [0, 1])
-            assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
+            assert (found["source"], found["ranks"]) == (0, 2)
+            assert (found["shared_memory_ranks"], found["gloo_ranks"], found["device_ranks"]) == COUNTS[node]
             assert found["steps"] == 9
             # The source's own batch is not sent.
             assert found["batches"] == 6
@@ -137,7 +140,7 @@ def test_a_loader_counts_steps_that_are_handed_out_and_prefetched(
             assert {found[count] for count in counts} == {0}
         for rank, (found,) in enumerate(job.hear_all()):
             assert found.keys() == LOADER
-            assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
+            assert (found["shared_memory_ranks"], found["gloo_ranks"], found["device_ranks"]) == COUNTS[node]
             assert (found["steps"], found["ready_steps"]) == (3, prefetch)
             assert found["ready_bytes"] == prefetch * BYTES
             assert found["batches"] == 3 + prefetch

@@ -168,7 +168,11 @@ class StagingBudget:
     def stats(self) -> dict[str, int | None]:
         """Bytes in use, the most there ever were, and the limit."""
         with self._changed:
-            return {"in_use": self._in_use, "peak": self._peak, "limit": self.limit}
+            return {
+                "staging_in_use_bytes": self._in_use,
+                "staging_peak_bytes": self._peak,
+                "staging_limit_bytes": self.limit,
+            }
 
     def take(self, count: int, what: str) -> None:
         """Take bytes for a save. Waits until earlier saves give back enough, with a warning in the log.

@@ -456,11 +456,12 @@ class Checkpointer(ReadonlyRoot):
                 )
         self._session.failure.raise_pending()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, int | None]:
         """Report the staging memory and the saves under way. Not collective.
 
         Returns:
-            `"staging"`: bytes of host memory that staging uses; `"under_way"`: the steps of saves, by kind.
+            `"staging_in_use_bytes"`, `"staging_peak_bytes"` and `"staging_limit_bytes"` (None: no limit): host memory
+            that staging takes; `"hf_saves_under_way"` and `"dcp_saves_under_way"`: numbers of saves.
 
         Raises:
             Exception: with `on_failure="raise"`, the error of an earlier save.
@@ -468,14 +469,14 @@ class Checkpointer(ReadonlyRoot):
         Example:
             >>> import tundish as td
             >>> with td.Checkpointer("counted") as checkpointer:
-            ...     checkpointer.stats()["under_way"]
-            {'hf': [], 'dcp': []}
+            ...     checkpointer.stats()["hf_saves_under_way"]
+            0
         """
         self._raise_pending()
-        return {
-            "staging": self._session.budget.stats(),
-            "under_way": {kind: queue.steps_under_way() for kind, queue in self._session.queues.items()},
-        }
+        stats = self._session.budget.stats()
+        for kind, queue in self._session.queues.items():
+            stats[f"{kind}_saves_under_way"] = len(queue.steps_under_way())
+        return stats
 
     def close(self) -> None:
         """Finish the saves under way and release the root. The second call does nothing.

@@ -50,6 +50,7 @@ from tundish.scatter.transport.message import (
     Sender,
     Text,
 )
+from tundish.scatter.transport.shared_memory import NodeSender
 from tundish.tree import flatten_with_addresses
 
 # The advice of errors once a scatter is closed.
@@ -73,10 +74,14 @@ class ScatterStats(TypedDict):
 
     source: int
     """The global rank of the source."""
-    ranks: list[int]
-    """The global ranks of all participants."""
-    transports: dict[str, list[int]]
-    """By name of a transport, the ranks on the other end."""
+    ranks: int
+    """Ranks that take part."""
+    shared_memory_ranks: int
+    """Ranks that this rank exchanges batches with through shared memory."""
+    gloo_ranks: int
+    """The same over gloo."""
+    device_ranks: int
+    """The same from device to device."""
     steps: int
     """Calls so far."""
     batches: int
@@ -163,21 +168,23 @@ class ScatterRank:
 
     def stats(self) -> ScatterStats:
         """See `tundish.scatter.stats`."""
-        transports: dict[str, list[int]] = {}
+        ends: Counter[str] = Counter()
         memory: Counter[str] = Counter()
         channels = self._channels
         if channels is not None:
-            ends = [(sender.name, rank) for sender in channels.senders for rank in sender.ranks]
+            for sender in channels.senders:
+                ends[sender.name] += len(sender.ranks)
             if channels.receiver is not None:
-                ends.insert(0, (channels.receiver.name, channels.sender_rank))
-            for name, rank in ends:
-                shown = name if channels.device is None or name != GlooSender.name else channels.device.name
-                transports.setdefault(shown, []).append(rank)
+                ends[channels.receiver.name] += 1
             memory = channels.to_node.memory()
+        over_devices = channels is not None and channels.device is not None
+        between_nodes = ends[GlooSender.name]
         return ScatterStats(
             source=self.participants.source,
-            ranks=list(self.participants.ranks),
-            transports=transports,
+            ranks=len(self.participants.ranks),
+            shared_memory_ranks=ends[NodeSender.name],
+            gloo_ranks=0 if over_devices else between_nodes,
+            device_ranks=between_nodes if over_devices else 0,
             steps=self._step,
             batches=self._batches,
             sent_bytes=0 if channels is None else sum(sender.sent_bytes for sender in channels.senders),

@@ -106,7 +106,7 @@ def fail_on_one_rank(rank: int, line: Line) -> None:
 
             DcpSave.write_plan = fail if rank == failing else write_plan  # type: ignore[method-assign]
             said.append(outcome(lambda: checkpointer.save_dcp(step, state, blocking=True)))  # noqa: B023
-        assert checkpointer.stats()["staging"]["in_use"] == 0
+        assert checkpointer.stats()["staging_in_use_bytes"] == 0
         loaded = {"w": torch.zeros(1000)}
         checkpointer.load_dcp(loaded)
     assert_same(loaded, {"w": state["w"]})
@@ -187,7 +187,7 @@ def save_beyond_a_limit(rank: int, line: Line) -> None:
             refusal = (type(error).__name__, str(error))
         small = {"mine": {f"{rank}": torch.arange(9.0)}}
         checkpointer.save_dcp(1, small, blocking=True)
-        line.say(refusal, checkpointer.stats()["staging"]["in_use"])
+        line.say(refusal, checkpointer.stats()["staging_in_use_bytes"])
 
 
 def test_a_save_larger_than_the_staging_limit_is_refused_on_all_ranks(tmp_path: Path) -> None:

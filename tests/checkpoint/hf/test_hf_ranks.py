@@ -326,7 +326,7 @@ def within_a_limit(rank: int, line: Line) -> None:
             before = reset_peak()
             path = checkpointer.save_hf(step, tensors, shard_bytes=20_000_000, **arguments).result(60)
             taken = peak() - before
-            counted = checkpointer.stats()["staging"]["peak"]
+            counted = checkpointer.stats()["staging_peak_bytes"]
         files = {
             file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.name != "tundish.json"
         }

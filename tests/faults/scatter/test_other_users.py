@@ -65,7 +65,7 @@ def stranger_calls_first(rank: int, line: Line) -> None:
     for number in range(3):
         given = [{"x": torch.full((50_000,), number)}] * 2 if rank == 0 else None
         assert (td.scatter_batch(given)["x"] == number).all()
-    assert [one["transports"] for one in td.scatter.stats()] == [{"shared memory": [1 - rank]}]
+    assert [one["shared_memory_ranks"] for one in td.scatter.stats()] == [1]
     for child in children:
         line.say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,12 +44,10 @@ class DeviceChannel:
 
     Attributes:
         kind: the type of the devices, "cuda" for example.
-        backend: the backend of the group.
     """
 
     def __init__(self, kind: str, backend: str, members: tuple[int, ...], timeout: timedelta) -> None:
         self.kind = kind
-        self.backend = backend
         name = unique_name("scatter-direct", members)
         self._group = new_subgroup(torch_distributed(), members, name, timeout, backend)
         self._source = members[0]
@@ -57,11 +55,6 @@ class DeviceChannel:
         self._device: torch.device | None = None
         # The device may still read the buffers that were sent last.
         self._last_sent: list[Tensor] = []
-
-    @property
-    def name(self) -> str:
-        """The transport, in counts."""
-        return f"{self.backend}, from device to device"
 
     def device_for(self, wanted: torch.device | None) -> torch.device:
         """This rank's device of the channel: the first that was `wanted` of its kind, else the current one."""
@@ -128,16 +121,14 @@ class DeviceSender:
         device: where the tensors are, or go first.
     """
 
+    name: Final = "device"
+
     def __init__(self, channel: DeviceChannel, gloo: GlooSender, device: torch.device) -> None:
         self.sent_bytes = 0
         self._channel = channel
         self._gloo = gloo
         self._device = device
         self._loaded: dict[int, Tensor] = {}
-
-    @property
-    def name(self) -> str:
-        return self._channel.name
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -87,7 +87,7 @@ class Saving:
         from tundish._native import staging_stats
 
         self._checkpointer.wait(PATIENCE)
-        return self._checkpointer.stats()["staging"]["in_use"], staging_stats()["in_use"]
+        return self._checkpointer.stats()["staging_in_use_bytes"], staging_stats()["in_use"]
 
     def close(self) -> None:
         self._checkpointer.close()

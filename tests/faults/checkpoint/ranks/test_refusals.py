@@ -68,7 +68,7 @@ class Breaking:
 
     def _free(self, state: dict[str, Any]) -> None:
         """Free tensors between plan and staging: after what was planned has its part of the budget."""
-        while self._checkpointer.stats()["staging"]["in_use"] == 0:
+        while self._checkpointer.stats()["staging_in_use_bytes"] == 0:
             time.sleep(0.001)
         for tensor in state.values():
             local_of(tensor).untyped_storage().resize_(0)
@@ -82,7 +82,10 @@ class Breaking:
         from tundish._native import staging_stats
 
         stats = self._checkpointer.stats()
-        held = [stats["staging"]["in_use"], staging_stats()["in_use"], *stats["under_way"].values()]
+        held = [
+            staging_stats()["in_use"],
+            *(stats[name] for name in stats if "in_use" in name or "under_way" in name),
+        ]
         threads = {thread.name for thread in threading.enumerate() if "tundish" in thread.name}
         return [repr(one) for one in held if one] + sorted(
             threads - {"tundish-hf-finalize", "tundish-dcp-finalize", "tundish-vote"}

@@ -44,7 +44,7 @@ try:
 except td.errors.InvalidInputError as error:
     print("was interrupted" in str(error), flush=True)
 checkpointer.close()
-print(checkpointer.stats()["staging"]["in_use"], staging_stats()["in_use"], flush=True)
+print(checkpointer.stats()["staging_in_use_bytes"], staging_stats()["in_use"], flush=True)
 print(sorted(name for name in os.listdir(sys.argv[1]) if name != ".owner"), flush=True)
 with td.Checkpointer(sys.argv[1], on_failure="raise") as checkpointer:
     getattr(checkpointer, "save_" + kind)(2, {{"w": torch.ones(10)}}).result(60)
