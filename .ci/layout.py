@@ -40,7 +40,6 @@ SINGLE_IMPORTER: dict[str, str] = {
     "tundish.packing.stream_source": "how far a source is, apart from how its samples are packed",
     "tundish.rtensor.group_drain": "the drain of all ranks, apart from one process's store",
     "tundish.scatter.prefetch": "the thread of a loader, its queue and its end",
-    "tundish.scatter.transport.shared_memory": "one of the three transports",
     "tundish.shm.supervisor": "the processes of a pool, apart from its tasks",
 }
 
