@@ -140,6 +140,32 @@ def test_all_ranks_raise_the_failure_of_one(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def claims_of_an_owner_that_is_gone(rank: int, line: Line) -> None:
+    import torch
+    import torch.distributed as distributed
+
+    from tundish import rtensor
+
+    handles: list[Any] = [None] * 2
+    gone = rtensor.TensorStore()
+    gone.serve()
+    distributed.all_gather_object(handles, gone.remotize(torch.ones(3)))
+    gone.close()
+    distributed.barrier()
+    line.say(*outcome(lambda: rtensor.drain(claim=handles[1] if rank == 0 else None)))
+    rtensor.drain()
+    line.say("drained")
+
+
+def test_all_ranks_hear_of_a_claim_that_its_owner_cannot_remove(tmp_path: Path) -> None:
+    with Job(claims_of_an_owner_that_is_gone, 2, tmp_path) as job:
+        (kind, text, _), (other_kind, other_text, named) = job.hear_all()
+        assert kind not in ("", "PeerFailedError"), text
+        assert (other_kind, named) == ("PeerFailedError", 0), other_text
+        assert job.hear_all() == [("drained",)] * 2
+        job.expect_end()
+
+
 def ranks_are_controlled(rank: int, line: Line) -> None:
     import torch
     import torch.distributed as distributed
