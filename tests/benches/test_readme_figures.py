@@ -16,10 +16,6 @@ TABLE = [
 FIGURE = re.compile(r"([\d.]+) times as fast as|1/(\d+) as much as a save of")
 # What stands after a figure, and texts of its row in the results.
 ROWS = {
-    "a chunked numpy loop": (
-        "Hard plan in memory, order given | text, 10⁷ |",
-        "| chunked numpy + Python loop |",
-    ),
     "vectorised numpy": ("Hard plan in memory, order given | text, 10⁷ |", "| vectorised numpy |"),
     "TRL's `pack_dataset`": ("Best fit, whole plan | text, 10⁶,", "| TRL pack_dataset,"),
     "a pool on two `multiprocessing` queues": ("An empty task, 2 workers |", "| two-queue pool |"),
