@@ -33,7 +33,6 @@ SINGLE_IMPORTER: dict[str, str] = {
     "tundish.checkpoint.hf.sidecars": "configs, code and tokenizer, apart from the weights",
     "tundish.checkpoint.publish": "the background half of a save",
     "tundish.checkpoint.start_save": "the caller's half of a save",
-    "tundish.integrations.datasets": "packs as a Dataset, apart from the Trainer; both are td.hf",
     "tundish.packing.attention": "imports FlexAttention, which takes a second",
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tundish import checkpoint, distributed, errors, packing, rtensor, scatter, shm, tree
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
-    from tundish.integrations import transformers as hf  # noqa: F401 (see `__all__` below)
+    from tundish.integrations import hf  # noqa: F401 (see `__all__` below)
     from tundish.packing import (
         Pack,
         PackedBatchSampler,
@@ -53,7 +53,7 @@ else:
             "tundish.tree": (),
             "tundish.version": ("__version__",),
         },
-        modules={"hf": "tundish.integrations.transformers"},
+        modules={"hf": "tundish.integrations.hf"},
         requires={"hf": "transformers"},
     )
 

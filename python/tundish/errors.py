@@ -250,7 +250,7 @@ class DrainError(_DetailedError, RuntimeError):
 
 
 class MissingExtraError(TundishError, ImportError):
-    """A feature needs an optional package that is not installed."""
+    """A feature needs an optional package that is not installed, or another version of it."""
 
 
 def format_os_error(error: OSError) -> str:

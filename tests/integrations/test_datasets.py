@@ -265,6 +265,37 @@ def test_refused(changed: dict[str, Any], error: type[Exception], message: str) 
         td.hf.pack_dataset(given.pop("dataset"), **given)
 
 
+CARRIED = {"id": ["a"] * 50, "score": [0.5] * 50, "embedding": [[0.1, 0.2]] * 50}
+
+
+@pytest.mark.parametrize("drop", [list(CARRIED), "unknown"], ids=["names", "unknown"])
+@pytest.mark.parametrize("options", [{}, {"sample_columns": ["source"]}], ids=["lists", "samples"])
+def test_columns_that_people_carry_along_are_dropped(drop: Any, options: dict[str, Any]) -> None:
+    carried = CHATS
+    for name, values in {**CARRIED, "source": ["web"] * 50}.items():
+        carried = carried.add_column(name, values)
+    carried = carried if options else carried.remove_columns("source")
+    with pytest.raises(InvalidInputError, match=r"has \['embedding', 'id', 'score'\], .*drop_columns="):
+        td.hf.pack_dataset(carried, 64, **options)
+    expected = td.hf.pack_dataset(CHATS, 64)
+    packs = td.hf.pack_dataset(carried, 64, drop_columns=drop, **options)
+    assert set(packs.column_names) == EVERY_COLUMN | set(options.get("sample_columns", ()))
+    assert [row["labels"].tolist() for row in packs] == [row["labels"].tolist() for row in expected]
+    stream = td.hf.pack_dataset(carried.to_iterable_dataset(), 64, drop_columns=drop, **options)
+    assert not CARRIED.keys() & next(iter(stream)).keys()
+    with pytest.raises(InvalidInputError, match="drop_columns names 'url', and no sample has it"):
+        td.hf.pack_dataset(carried, 64, drop_columns=[*CARRIED, "url"], **options)
+
+
+def test_first_tokens_are_learned_if_that_is_asked_for() -> None:
+    rows = draw_chats(30)
+    packs = td.hf.pack_dataset(Dataset.from_list(rows), 48, "wrapped", mask_first_token=False)
+    assert [row["labels"].tolist() for row in packs] == [row["input_ids"].tolist() for row in packs]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    streamed = td.hf.pack_dataset(stream, 48, "wrapped", mask_first_token=False)
+    assert [list(row["labels"]) for row in streamed] == [row["labels"].tolist() for row in packs]
+
+
 def test_a_column_length_that_is_out_of_date_is_not_used() -> None:
     packs = td.hf.pack_dataset(CHATS.add_column("length", [1] * len(CHATS)), 64)
     assert packs[:]["seq_lengths"] == td.hf.pack_dataset(CHATS, 64)[:]["seq_lengths"]

@@ -20,8 +20,8 @@ from tundish.errors import (
     NotFoundError,
     StepExistsError,
 )
-from tundish.integrations import transformers as hf
-from tundish.integrations.transformers import TundishTrainerMixin
+from tundish.integrations.hf import transformers as hf
+from tundish.integrations.hf.transformers import TundishTrainerMixin
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -64,8 +64,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
     sequence of integers. A mapping may have `labels`, and the masks `completion_mask`, `assistant_masks` and
     `loss_mask`: a token is learned where all masks are 1. `attention_mask` of ones, `token_type_ids` of zeros,
     `length`, `num_tokens`, `text`, `messages`, `prompt` and `completion` are left out. Any other key is refused unless
-    `columns` or `sample_columns` names it. The value None counts as no value. Samples whose length disagrees with the
-    plan are refused when they are read. If the plan has lengths, each sample is compared with its own. Otherwise the
+    `columns`, `sample_columns` or `drop_columns` names it. The value None counts as no value. Keys are checked at once
+    where a dataset tells its columns, of lists by their first sample, and otherwise when a sample is read. Samples whose
+    length disagrees with the plan are refused when they are read. If the plan has lengths, each sample is compared with its own. Otherwise the
     offsets, the pack's total and its longest piece are compared.
 
     Args:
@@ -83,6 +84,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             and of one shape but for the first dimension, are concatenated; anything else is a list. Every sample must
             have the key. A sample without a value has None; if no sample of a pack has one, the item lacks the key. A
             sample that is cut gives its value to each of its pieces.
+        drop_columns: Names of keys that are left out, or "unknown" for all that are not known. Labels, masks and keys
+            with another meaning cannot be left out. Of a HF `Dataset`, `remove_columns` also saves reading them.
         positions: A function that gives the positions of a piece, for models that do not count tokens. It is called
             with a dict of the piece's `input_ids`, its part of each of `columns`, and its sample's `sample_columns`.
             It returns integers that begin as if the piece stood alone: (tokens,), or (rows, tokens). With rows,
@@ -91,8 +94,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Raises:
         InvalidTypeError: `datasets` or one of them is no dataset, or an argument is of the wrong type.
-        InvalidInputError: A HF `Dataset` has a column that is not known or lacks one that is named, or a name in
-            `columns` or `sample_columns` has another meaning.
+        InvalidInputError: A dataset that tells its columns, or the first sample of a list, has a key that is not known
+            or lacks one that is named. Or a name in `columns`, `sample_columns` or `drop_columns` has another meaning.
         PlanMismatchError: The number of datasets, or of samples in one, is not the plan's.
 
     Example:
@@ -112,12 +115,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
         pad_token_id: int = 0,
         columns: Mapping[str, Padding] | None = None,
         sample_columns: Sequence[str] | None = None,
+        drop_columns: Sequence[str] | Literal["unknown"] | None = None,
         positions: Positions | None = None,
     ) -> None:
         if not isinstance(plan, PackPlan | PackMix):
             raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
         self.plan = plan
-        samples = SampleReader(columns, sample_columns)
+        samples = SampleReader(columns, sample_columns, drop_columns)
         builder = ItemBuilder(
             samples.columns,
             samples.sample_columns,
@@ -126,10 +130,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             pad_token_id=pad_token_id,
         )
         if isinstance(plan, PackMix):
-            has_options = any((mask_first_token, pad_token_id, columns, sample_columns, positions))
+            has_options = any(
+                (mask_first_token, pad_token_id, columns, sample_columns, drop_columns, positions)
+            )
             self._readers = _readers_of_mix(datasets, plan, samples, builder, has_options=has_options)
         else:
             self._readers = [_PackReader(datasets, plan, samples, builder)]
+        samples.check_dropped([columns for reader in self._readers for columns in reader.told])
         self.columns = self._readers[0].samples.columns
         self.sample_columns = self._readers[0].samples.sample_columns
         self.datasets = tuple(dataset for reader in self._readers for dataset in reader.datasets)
@@ -279,10 +286,11 @@ class _PackReader:
         self.samples = samples
         self._plan = plan
         self._builder = builder
-        for number, dataset in enumerate(self.datasets):
-            keys = _column_names(dataset)
-            if plan.num_samples[number] and keys is not None:
-                samples.check_keys(keys, number)
+        # The columns of each dataset, None where it does not tell them.
+        self.told = [
+            samples.check_source(dataset, number) if plan.num_samples[number] else None
+            for number, dataset in enumerate(self.datasets)
+        ]
         self._counts = np.array(plan.num_samples, dtype=np.int64)
         # With global_pack, sample s is sample s - offset of the last dataset whose offset is not above s.
         self._offsets = np.cumsum(self._counts) - self._counts
@@ -522,27 +530,13 @@ def _is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
-def _hf_format(dataset: Any) -> Mapping[str, Any]:
-    """The format of a HF `Dataset`; empty for any other dataset."""
-    if type(dataset).__module__.partition(".")[0] != "datasets":
-        return {}
-    described = getattr(dataset, "format", None)
-    return described if isinstance(described, Mapping) else {}
-
-
 def _table_format(dataset: Any) -> str | None:
     """The format of a HF `Dataset` whose rows are tables, or None for any other dataset."""
-    form = _hf_format(dataset).get("type")
-    return form if form in ("arrow", "polars") else None
-
-
-def _column_names(dataset: Any) -> list[str] | None:
-    """The keys of all rows, if the dataset is a HF `Dataset` without a function that makes others of them."""
-    form = _hf_format(dataset)
-    if not form or form["type"] == "custom":
+    if type(dataset).__module__.partition(".")[0] != "datasets":
         return None
-    names: list[str] = dataset.column_names if form["output_all_columns"] else form["columns"]
-    return names
+    described = getattr(dataset, "format", None)
+    form = described["type"] if isinstance(described, Mapping) else None
+    return form if form in ("arrow", "polars") else None
 
 
 def _holds_samples(items: Sequence[Any], num_samples: tuple[int, ...]) -> bool:

@@ -1,7 +1,8 @@
 """What a sample may be: its keys, and how its content becomes arrays.
 
 Invariants:
-    Every key of a sample is used, checked or in `IGNORED_KEYS`, which the guide lists. Others are refused.
+    Every key of a sample is used, checked, in `IGNORED_KEYS`, which the guide lists, or in `drop_columns`. Others are
+    refused, before training where the source tells its columns.
     Arrays and tensors are viewed and not copied, so that a piece of a long memory-mapped sample costs only the piece.
     Values are checked only where a piece takes them. Any other content is refused, and the message names the sample.
     Each tuple of keys is checked once, not for each row, because a look-up takes a tenth of the time.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,15 @@ MEANINGFUL_KEYS = frozenset({"labels", *MASK_KEYS, *CONSTANT_KEYS, *MADE_KEYS})
 
 # A message lists at most so many keys.
 _SHOWN_KEYS = 8
+
+# As `drop_columns`: all keys that are not known.
+_UNKNOWN = "unknown"
+
+# What to do about samples that have no `input_ids`.
+TOKENIZE_HINT = "td.hf.tokenize makes input_ids of text, of prompt and completion, or of messages"
+
+# The padding of a column by the kind of its dtype.
+_PADDINGS: dict[str, Padding] = {"f": 0.0, "i": 0, "u": 0, "b": False}
 
 
 class Extras(NamedTuple):
@@ -130,6 +140,7 @@ class SampleReader:
     Args:
         columns: As in `PackedDataset`.
         sample_columns: As in `PackedDataset`.
+        drop_columns: As in `PackedDataset`.
 
     Attributes:
         columns: The columns, checked, with their padding values.
@@ -139,26 +150,66 @@ class SampleReader:
         InvalidTypeError, InvalidInputError: An argument is refused.
     """
 
-    def __init__(self, columns: Any, sample_columns: Any) -> None:
+    def __init__(self, columns: Any, sample_columns: Any, drop_columns: Any) -> None:
         self.columns = _as_columns(columns)
         self.sample_columns = _as_sample_columns(sample_columns, self.columns)
+        self._dropped = _as_drop_columns(drop_columns, (*self.columns, *self.sample_columns))
+        self._drops_unknown = isinstance(drop_columns, str)
         self._kinds = {name: _COLUMN_KINDS[dtype_of(padding)] for name, padding in self.columns.items()}
         self._named = (*self.columns, *self.sample_columns)
-        self._known = {"input_ids", "labels", *MASK_KEYS, *CONSTANT_KEYS, *IGNORED_KEYS, *self._named}
+        self._known = {"input_ids", "labels", *MASK_KEYS, *CONSTANT_KEYS, *IGNORED_KEYS, *self._named, *self._dropped}
         self._schemas: dict[tuple[Hashable, ...], _Schema] = {}
 
     def form(self) -> str:
         """The columns and their padding values as JSON, in which 0, 0.0 and False differ, and NaN equals itself."""
         return json.dumps([self.columns, self.sample_columns], sort_keys=True)
 
-    def check_keys(self, keys: Sequence[str], dataset: int) -> None:
-        """Check the keys of all rows of a dataset that tells them.
+    def check_source(self, source: Any, dataset: int) -> set[str] | None:
+        """Check what a source tells before its samples are read: the names of its columns, or else its first sample.
+
+        The samples of datasets that users wrote are checked when they are read: reading one here might open files that
+        the forked workers of a `DataLoader` cannot share.
+
+        Args:
+            source: A dataset or a stream that is not empty.
+            dataset: Its number, for messages.
+
+        Returns:
+            The names of the columns, or None if the source does not tell them.
 
         Raises:
             InvalidTypeError: There is no `input_ids`.
             InvalidInputError: A key is unknown, or a column is missing.
         """
-        self._schema(tuple(keys), f"dataset {dataset}")
+        told = _told_columns(source)
+        if told is not None:
+            self._schema(tuple(told), f"dataset {dataset}", told.get)
+            return set(told)
+        if (isinstance(source, list | tuple) or hasattr(source, "column_types")) and len(source):
+            first = source[0]
+            if isinstance(first, Mapping):
+                self._schema(tuple(first), name_sample(dataset, 0), lambda key: _padding_of_value(first[key]))
+            elif self._named:
+                raise self._no_columns(first, dataset, 0)
+        return None
+
+    def check_dropped(self, columns: Sequence[set[str] | None]) -> None:
+        """Refuse a name in `drop_columns` that no dataset has, if all tell their columns.
+
+        Args:
+            columns: The columns of each dataset, as `check_source` returned them.
+
+        Raises:
+            InvalidInputError: There is such a name.
+        """
+        told = [names for names in columns if names is not None]
+        if len(told) < len(columns):
+            return
+        found = set().union(*told)
+        if missing := [name for name in self._dropped if name not in found]:
+            raise InvalidInputError(
+                f"drop_columns names {missing[0]!r}, and no sample has it; the columns are {_listed([*found])}"
+            )
 
     def read(self, row: Any, dataset: int, number: int) -> Sample:
         """Read one row; `dataset` and `number` name it in errors.
@@ -172,13 +223,12 @@ class SampleReader:
         if type(row) is not dict and (isinstance(row, np.ndarray) or not isinstance(row, Mapping)):
             tokens = _as_array(row, None, dataset, number, _TOKEN_IDS)
             if self._named:
-                raise InvalidInputError(
-                    f"{name_sample(dataset, number)} is {format_type(row)} of token ids, and has no "
-                    f"{', '.join(self._named)}: a sample with columns is a mapping with input_ids"
-                )
+                raise self._no_columns(row, dataset, number)
             return Sample(tokens, tokens, dataset, number)
         keys = tuple(row)
-        schema = self._schemas.get(keys) or self._schema(keys, name_sample(dataset, number))
+        schema = self._schemas.get(keys) or self._schema(
+            keys, name_sample(dataset, number), lambda key: _padding_of_value(row[key])
+        )
         tokens = _as_array(row["input_ids"], "input_ids", dataset, number, _TOKEN_IDS)
         own = row.get("labels")
         labels = tokens if own is None else _as_array(own, "labels", dataset, number, _TOKEN_IDS)
@@ -223,10 +273,24 @@ class SampleReader:
             values={key: row[key] for key in self.sample_columns},
         )
 
-    def _schema(self, keys: tuple[Hashable, ...], where: str) -> _Schema:
-        """Check keys that were not seen before; `where` names what has them."""
+    def _no_columns(self, row: Any, dataset: int, number: int) -> InvalidInputError:
+        return InvalidInputError(
+            f"{name_sample(dataset, number)} is {format_type(row)} of token ids, and has no "
+            f"{', '.join(self._named)}: a sample with columns is a mapping with input_ids"
+        )
+
+    def _schema(
+        self, keys: tuple[Hashable, ...], where: str, padding_of: Callable[[Any], Padding | None]
+    ) -> _Schema:
+        """Check keys that were not seen before.
+
+        Args:
+            keys: The keys.
+            where: What has them, for messages.
+            padding_of: The padding of the column that a key has, None if it has no number a token.
+        """
         if "input_ids" not in keys:
-            raise InvalidTypeError(f"{where} has no input_ids; its keys are {_listed(keys)}")
+            raise InvalidTypeError(f"{where} has no input_ids; its keys are {_listed(keys)}: {TOKENIZE_HINT}")
         if missing := [name for name in self._named if name not in keys]:
             raise InvalidInputError(
                 f"{where} lacks {', '.join(missing)}, named in columns or sample_columns, or has null there; its keys "
@@ -243,13 +307,8 @@ class SampleReader:
             raise InvalidInputError(
                 f"{where} has the key {unnamed[0]!r}, which is {format_type(unnamed[0])}: keys of samples are strings"
             )
-        if unknown:
-            raise InvalidInputError(
-                f"{where} has {_listed(unknown)}, which PackedDataset does not know: carry what each token has with "
-                f"columns={{{unknown[0]!r}: 0.0}}, where 0.0 is the padding value, and what a sample has once with "
-                f"sample_columns={_listed(unknown)}; or remove it, in a HF Dataset with "
-                f"remove_columns({_listed(unknown)})"
-            )
+        if unknown and not self._drops_unknown:
+            raise _unknown_keys(unknown, where, padding_of)
         masks = tuple(key for key in MASK_KEYS if key in keys)
         constants = tuple(key for key in CONSTANT_KEYS if key in keys and key not in self._named)
         is_plain = not (masks or constants or self._named)
@@ -257,8 +316,73 @@ class SampleReader:
         return schema
 
 
+def _unknown_keys(
+    unknown: Sequence[Hashable], where: str, padding_of: Callable[[Any], Padding | None]
+) -> InvalidInputError:
+    """The error for keys that are not known: names the masks that are, and the arguments that carry or drop a key."""
+    listed = _listed(unknown)
+    paddings = {key: padding for key in listed if (padding := padding_of(key)) is not None}
+    ways = [f"carry what a sample has once with sample_columns={listed}"]
+    if paddings:
+        ways.insert(
+            0, f"carry what each token has with columns={paddings}, which gives the padding of each column"
+        )
+    dropped = _UNKNOWN if len(unknown) > len(listed) else listed
+    return InvalidInputError(
+        f"{where} has {listed}, which PackedDataset does not know; the masks that it knows are {', '.join(MASK_KEYS)}: "
+        f"{'; '.join(ways)}; or leave out what is not needed with drop_columns={dropped!r}"
+    )
+
+
 def _listed(keys: Sequence[Hashable]) -> list[Hashable]:
     return sorted(keys, key=str)[:_SHOWN_KEYS]
+
+
+# ---- What a source tells of its columns ----
+
+
+def _told_columns(source: Any) -> Mapping[str, Padding | None] | None:
+    """The columns that a source names before it is read, each with the padding of its type.
+
+    Returns:
+        None as a padding stands for a column that is no list of numbers. None altogether if the source does not tell, as
+        a HF dataset that computes its rows.
+    """
+    # Of the sources that `open_samples` gives.
+    if hasattr(source, "column_types"):
+        types = source.column_types()
+        return None if types is None else {name: _padding_of_type(kind) for name, kind in types.items()}
+    if type(source).__module__.partition(".")[0] != "datasets":
+        return None
+    # A stream may not know its columns, and a column of a dataset has none.
+    names = getattr(source, "column_names", None)
+    if not isinstance(names, list) or not names:
+        return None
+    form = getattr(source, "format", None)
+    if isinstance(form, Mapping):
+        if form["type"] == "custom":
+            return None
+        names = names if form["output_all_columns"] else form["columns"]
+    types = {field.name: field.type for field in source.features.arrow_schema}
+    return {name: _padding_of_type(types[name]) for name in names}
+
+
+def _padding_of_type(kind: Any) -> Padding | None:
+    """The padding of a column of an Arrow type, None if it is no list of numbers."""
+    try:
+        return _PADDINGS.get(np.dtype(kind.value_type.to_pandas_dtype()).kind)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _padding_of_value(value: Any) -> Padding | None:
+    """The padding of a column that has this value in a sample, None if it is no list of numbers."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        # torch raises any of these for a tensor.
+        return None
+    return _PADDINGS.get(array.dtype.kind) if array.ndim == 1 else None
 
 
 def _as_array(value: Any, key: str | None, dataset: int, number: int, kind: _Kind) -> NDArray[Any]:
@@ -370,9 +494,42 @@ def _as_sample_columns(names: Any, columns: Mapping[str, Padding]) -> tuple[str,
     return tuple(dict.fromkeys(names))
 
 
-def _check_name(name: Any, argument: str) -> None:
+def _as_drop_columns(names: Any, carried: Sequence[str]) -> tuple[str, ...]:
+    """Check the argument `drop_columns`, and return the names that it lists; `carried` are those of other arguments.
+
+    Raises:
+        InvalidTypeError: It is neither a list of names nor "unknown".
+        InvalidInputError: A name has a meaning, or is carried.
+    """
+    if names is None or (isinstance(names, str) and names == _UNKNOWN):
+        return ()
+    if not isinstance(names, list | tuple):
+        given = repr(names) if isinstance(names, str) else format_type(names)
+        raise InvalidTypeError(
+            f"drop_columns is {given}: give a list of names, for example ['id'], or {_UNKNOWN!r} for all that are not "
+            "known"
+        )
+    for name in names:
+        _check_is_name(name, "drop_columns")
+        if name == "input_ids" or name in MEANINGFUL_KEYS:
+            raise InvalidInputError(
+                f"drop_columns names {name!r}, which has a meaning: without it, something else would be trained on. "
+                "Take it out; or remove the column from the data, if that is meant"
+            )
+        if name in carried:
+            raise InvalidInputError(
+                f"{name!r} is in drop_columns, and in columns or sample_columns: a key is carried or left out"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def _check_is_name(name: Any, argument: str) -> None:
     if not isinstance(name, str):
         raise InvalidTypeError(f"{argument} names {name!r}, which is {format_type(name)}: names are strings")
+
+
+def _check_name(name: Any, argument: str) -> None:
+    _check_is_name(name, argument)
     if name in ("input_ids", "labels"):
         why = "PackedDataset reads it in any case"
     elif name in MASK_KEYS:

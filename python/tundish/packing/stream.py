@@ -16,7 +16,7 @@ import json
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,13 +79,15 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         mask_first_token: As in `PackedDataset`.
         columns: As in `PackedDataset`.
         sample_columns: As in `PackedDataset`. These values are kept until their pack is given out.
+        drop_columns: As in `PackedDataset`.
         positions: As in `PackedDataset`.
         num_packs: Packs of an iteration, in all workers together: of *w* workers, each gives `num_packs // w`, and the
             first `num_packs % w` one more. A resumed iteration gives the rest. None means all packs.
 
     Raises:
         InvalidTypeError: An argument is of the wrong type.
-        InvalidInputError: An argument is out of range or not one of the mode's.
+        InvalidInputError: An argument is out of range or not one of the mode's. Or a source that tells its columns, or
+            the first sample of a list, has a key that is not known.
 
     Iterating raises:
         InvalidTypeError, InvalidInputError: A sample cannot be used, as in `PackedDataset`, or is longer than
@@ -118,6 +120,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         mask_first_token: bool = False,
         columns: Mapping[str, Padding] | None = None,
         sample_columns: Sequence[str] | None = None,
+        drop_columns: Sequence[str] | Literal["unknown"] | None = None,
         positions: Positions | None = None,
         num_packs: int | None = None,
     ) -> None:
@@ -133,7 +136,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             max_samples=max_samples,
             align=align,
         )
-        self._reader = SampleReader(columns, sample_columns)
+        self._reader = SampleReader(columns, sample_columns, drop_columns)
+        self._reader.check_dropped([self._reader.check_source(samples, 0)])
         self._builder = ItemBuilder(
             self._reader.columns,
             self._reader.sample_columns,

@@ -13,7 +13,7 @@ from tundish.checkpoint import open_readonly
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tundish.integrations.transformers import TundishTrainerMixin  # noqa: E402 (after the skips)
+from tundish.integrations.hf.transformers import TundishTrainerMixin  # noqa: E402 (after the skips)
 
 
 class Trainer(TundishTrainerMixin, transformers.Trainer):  # type: ignore[misc]

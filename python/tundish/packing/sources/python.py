@@ -101,7 +101,7 @@ def _refusal(value: Any, key: str | None, where: str) -> TundishError:
         return InvalidTypeError(f"{found} is {described}, and the tokens of a sample have one dimension")
     hint = "" if key is None else ", or their number"
     if isinstance(value, str):
-        hint = ": tokenize the texts first"
+        hint = ": tokenize the texts first, with td.hf.tokenize"
     elif key is None and _is_integer(value):
         hint = ": token counts need no counting, td.pack takes them as they are"
     return InvalidTypeError(f"{found} is {format_type(value)}, and tokens are a sequence of integers{hint}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchSampleError, format_integer
 from tundish.packing.arguments import IntegerArray
+from tundish.packing.samples import TOKENIZE_HINT
 
 INPUT_IDS = "input_ids"
 # Where token counts are looked for, in this order, unless a column is named.
@@ -44,6 +45,10 @@ class SampleRows(ABC):
     @abstractmethod
     def _read(self, number: int) -> Any:
         """The sample `number`, which exists."""
+
+    def column_types(self) -> Mapping[str, Any] | None:
+        """The keys of all samples, each with its Arrow type; None where only the samples tell."""
+        return None
 
     def __getitem__(self, index: int) -> Any:
         """Return sample `index`; negative numbers count from the end.
@@ -114,6 +119,8 @@ def choose_column(names: Sequence[str], column: str | None, defaults: Sequence[s
             return name
     missing = " and no ".join(map(repr, wanted))
     advice = "" if not names else "; give the name of one" if column is not None else "; name one with column"
+    if INPUT_IDS in wanted:
+        advice += f"; {TOKENIZE_HINT}"
     raise InvalidInputError(f"{where} has no column {missing}: {format_names(names)}{advice}")
 
 

@@ -171,6 +171,13 @@ class ArrowSamples(SampleRows):
             return len(self._indices)
         return self._ends[-1] if self._ends else 0
 
+    def column_types(self) -> dict[str, Any] | None:
+        if not self._blocks:
+            return None
+        with _errors_of(self._blocks[0].table):
+            schema = self._blocks[0].table.schema()
+        return {key: schema.field(name).type for key, name in self._keys.items()}
+
     def _read(self, number: int) -> dict[str, NDArray[Any]]:
         row = number if self._indices is None else int(self._indices[number])
         place = bisect.bisect_right(self._ends, row)
@@ -495,7 +502,7 @@ def _hint(kind: Any) -> str:
     if types.is_dictionary(kind):
         return f" (cast it to {kind.value_type})"
     if types.is_string(kind) or types.is_large_string(kind):
-        return " (tokenize the texts first)"
+        return " (tokenize the texts first, with td.hf.tokenize)"
     return ""
 
 

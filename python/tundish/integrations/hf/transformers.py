@@ -37,7 +37,6 @@ from tundish.checkpoint import (
 )
 from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, missing_extra
-from tundish.integrations.datasets import pack_dataset
 
 try:
     from transformers.trainer import TRAINER_STATE_NAME, Trainer
@@ -49,7 +48,7 @@ except ImportError:
 # At run time, the Trainer is a later base of the class; the mixin uses its attributes.
 _Trainer: Any = object
 
-__all__ = ["TundishTrainerMixin", "pack_dataset"]
+__all__ = ["TundishTrainerMixin"]
 
 
 class TundishTrainerMixin(_Trainer):  # type: ignore[misc]

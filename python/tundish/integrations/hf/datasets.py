@@ -3,8 +3,9 @@
 The `Dataset` holds the numbers of the packs, and a transform that reads packs when their rows are asked for. Nothing is
 copied, mapped or cached.
 
-Invariants: every column holds the same numbers, so that columns are removed and selected as those of any `Dataset`. The
-label of each piece's first token is -100, so that rows are right under any collator that keeps the bounds of pieces.
+Invariants: every column holds the same numbers, so that columns are removed and selected as those of any `Dataset`.
+Unless it is asked otherwise, the label of each piece's first token is -100, so that rows are right under any collator
+that keeps the bounds of pieces.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _STREAM_STRATEGIES: dict[str, dict[str, Any]] = {
 _SEQ_LENGTHS = "seq_lengths"
 _IGNORED_LABEL = -100
 # The options of `PackedDataset`.
-_ITEM_OPTIONS = ("pad_token_id", "columns", "sample_columns", "positions")
+_ITEM_OPTIONS = ("mask_first_token", "pad_token_id", "columns", "sample_columns", "drop_columns", "positions")
 _COLUMNS = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", _SEQ_LENGTHS)
 
 
@@ -76,7 +77,7 @@ def pack_dataset(
     `td.PackedCollator`, which makes the batch that it makes of the pieces.
 
     Args:
-        dataset: A `datasets.Dataset` with `input_ids`, in the order of its `select` and `shuffle`; another source that
+        dataset: A `datasets.Dataset` with `input_ids` (`td.hf.tokenize` makes them), in the order of its `select` and `shuffle`; another source that
             `td.packing.lengths` reads; or a `td.PackedDataset`, whose packs are taken as they are. A `DatasetDict`
             gives a `DatasetDict`. A `datasets.IterableDataset` gives another one, packed by `td.PackedStream`.
         max_length: Tokens a pack, at least 1.
@@ -86,9 +87,9 @@ def pack_dataset(
         map_kwargs: Has no effect, because nothing is mapped.
         mode: As in `td.pack`, but by default "best_fit", and "ordered" of a stream.
         seq_length: TRL's name of `max_length`.
-        **options: `pad_token_id`, `columns`, `sample_columns` and `positions` of `td.PackedDataset`, and further
-            arguments of `td.pack`, for example `seed`, `overlong` or `cache_dir`; of a stream, those of
-            `td.PackedStream`.
+        **options: `pad_token_id`, `columns`, `sample_columns`, `drop_columns` and `positions` of `td.PackedDataset`;
+            its `mask_first_token`, which is True here by default; and further arguments of `td.pack`, for example
+            `seed`, `overlong` or `cache_dir`; of a stream, those of `td.PackedStream`.
 
     Returns:
         A `datasets.Dataset` with one row a pack. `select`, `shuffle`, `train_test_split`, `shard`, and removing and
@@ -120,14 +121,15 @@ def pack_dataset(
     if isinstance(dataset, PackedDataset):
         given = {"max_length": max_length, "strategy": strategy, "mode": mode, "seq_length": seq_length}
         _refuse_given({**given, **named, **options})
-        return _as_rows(dataset)
+        return _as_rows(dataset, mask_first_token=True)
+    named.setdefault("mask_first_token", True)
     is_stream = isinstance(dataset, datasets.IterableDataset | datasets.IterableDatasetDict)
     strategies = _STREAM_STRATEGIES if is_stream else _STRATEGIES
     options |= _mode_options(mode, strategy, strategies, options)
     options["max_length"] = _one_max_length(max_length, seq_length)
     if isinstance(dataset, datasets.DatasetDict):
         return datasets.DatasetDict(
-            {name: _as_rows(_pack(split, named, options)) for name, split in dataset.items()}
+            {name: _pack(split, named, options) for name, split in dataset.items()}
         )
     if isinstance(dataset, datasets.IterableDatasetDict):
         return datasets.IterableDatasetDict(
@@ -135,7 +137,7 @@ def pack_dataset(
         )
     if is_stream:
         return _as_stream(dataset, named, options)
-    return _as_rows(_pack(dataset, named, options))
+    return _pack(dataset, named, options)
 
 
 def _refuse_given(arguments: Mapping[str, Any]) -> None:
@@ -184,8 +186,13 @@ def _one_max_length(max_length: int | None, seq_length: int | None) -> int:
     return seq_length if max_length is None else max_length  # type: ignore[return-value]  # one is not None
 
 
-def _pack(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> PackedDataset:
+def _pack(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> datasets.Dataset:
     """Return the packs of one dataset: `options` are those of `pack`, and `named` of `PackedDataset`."""
+    # The labels of the items are masked already, if they shall be.
+    return _as_rows(_packed_items(source, named, options), mask_first_token=False)
+
+
+def _packed_items(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> PackedDataset:
     import datasets
 
     if not isinstance(source, datasets.Dataset):
@@ -201,11 +208,16 @@ def _pack(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> 
     PackedDataset(source.with_format(None), plan, **named)
     # Refuses columns that are named and hold no numbers, which it would leave out, too.
     open_samples(source, columns=list(named.get("columns", ())))
+    dropped = named.get("drop_columns")
+    if isinstance(dropped, list | tuple):
+        # They were checked. Samples do not have those that are no lists of numbers, and would be refused for that.
+        source = source.remove_columns([name for name in source.column_names if name in dropped])
+        named = {**named, "drop_columns": None}
     return PackedDataset(open_samples(source), plan, **named)
 
 
-def _as_rows(packs: PackedDataset) -> datasets.Dataset:
-    """Make the `Dataset` of the numbers of `packs`."""
+def _as_rows(packs: PackedDataset, *, mask_first_token: bool) -> datasets.Dataset:
+    """Make the `Dataset` of the numbers of `packs`; `mask_first_token` masks labels that are not masked yet."""
     import datasets
     import pyarrow
 
@@ -213,7 +225,7 @@ def _as_rows(packs: PackedDataset) -> datasets.Dataset:
     # Reading a pack finds faults of the data now, and tells what the items hold.
     held = packs[0] if count else {}
     names = dict.fromkeys([*_COLUMNS, *held, *packs.sample_columns])
-    rows = _PackRows(list(names))
+    rows = _PackRows(list(names), mask_first_token)
     table = pyarrow.table(dict.fromkeys(names, pyarrow.array(np.arange(count))))
     # No two datasets of packs have one fingerprint: none reads what another left in the cache of datasets.
     made = datasets.Dataset(table, fingerprint=uuid.uuid4().hex)
@@ -244,7 +256,7 @@ def _stream_rows(source: Any, named: dict[str, Any], options: dict[str, Any]) ->
             "use td.PackedStream, which packs in each worker"
         )
     columns = named.get("columns", {})
-    for item in PackedStream(source, mask_first_token=True, **named, **options):
+    for item in PackedStream(source, **named, **options):
         yield {name: _row_value(item, name, columns) for name in dict.fromkeys([*_COLUMNS, *item])}
 
 
@@ -253,8 +265,9 @@ class _PackRows:
 
     packs: PackedDataset
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], mask_first_token: bool) -> None:
         self._names = names
+        self._mask_first_token = mask_first_token
 
     def __deepcopy__(self, memo: Any) -> _PackRows:
         # Methods of `Dataset` copy it with its transform, which never changes.
@@ -274,8 +287,9 @@ class _PackRows:
                 "them: read them with with_format(None)"
             )
         items = self.packs.__getitems__(numbers)
-        for item in items:
-            item["labels"][item["cu_seqlens"][:-1].long()] = _IGNORED_LABEL
+        if self._mask_first_token:
+            for item in items:
+                item["labels"][item["cu_seqlens"][:-1].long()] = _IGNORED_LABEL
         columns = self.packs.columns
         return {name: [_row_value(item, name, columns) for item in items] for name in batch}
 
