@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -54,10 +55,7 @@ def labelled(rows: Any) -> list[tuple[Any, Any]]:
     found = []
     for row in rows:
         masks = [row[mask] for mask in MASKS if mask in row]
-        labels = [
-            token if all(bits) else -100
-            for token, *bits in zip(row["input_ids"], *masks, strict=True)
-        ]
+        labels = [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=True)]
         found.append((row["input_ids"], labels))
     return found
 
@@ -78,7 +76,11 @@ def test_tokens_and_labels_are_those_of_trl(form: str, begins: bool, tmp_path: P
 def test_chats_with_settings_of_their_own_are_those_of_trl(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds numbers."}}]
     rows = [
-        {**row, "tools": None if number % 3 == 0 else tools, "chat_template_kwargs": {"style": f"style {number % 2}"}}
+        {
+            **row,
+            "tools": None if number % 3 == 0 else tools,
+            "chat_template_kwargs": {"style": f"style {number % 2}"},
+        }
         for number, row in enumerate(draw_messages(12))
     ]
     as_text = [{**row, "tools": row["tools"] and json.dumps(row["tools"])} for row in rows]
@@ -95,7 +97,11 @@ def test_samples_are_cut_as_trl_cuts_them(tmp_path: Path) -> None:
     for form in ("text", "texts in pairs"):
         rows = Dataset.from_list(FORMS[form](12))
         cut = td.hf.tokenize(rows, tokenizer, max_length=20)
-        assert max(map(len, cut["input_ids"])) == 20 < max(map(len, td.hf.tokenize(rows, tokenizer)["input_ids"]))
+        assert (
+            max(map(len, cut["input_ids"]))
+            == 20
+            < max(map(len, td.hf.tokenize(rows, tokenizer)["input_ids"]))
+        )
         # TRL leaves out those of which nothing is learned.
         learned = [row for row in labelled(cut) if any(label != -100 for label in row[1])]
         assert learned == prepared_by_trl(rows, tokenizer, tmp_path / form, max_length=20)
@@ -194,8 +200,10 @@ def test_prompts_and_completions_become_packs_in_two_lines() -> None:
     assert len(packs) < 30
     learned = [row["input_ids"][row["labels"] != -100].tolist() for row in packs]
     completions = [tokenizer(row["completion"] + "</s>")["input_ids"] for row in rows]
-    assert sorted(sum(learned, [])) == sorted(sum(completions, []))
-    streamed = td.hf.pack_dataset(td.hf.tokenize(Dataset.from_list(rows).to_iterable_dataset(), tokenizer), 128)
+    assert sorted(itertools.chain(*learned)) == sorted(itertools.chain(*completions))
+    streamed = td.hf.pack_dataset(
+        td.hf.tokenize(Dataset.from_list(rows).to_iterable_dataset(), tokenizer), 128
+    )
     assert sum(len(row["seq_lengths"]) for row in streamed) == 30
 
 
@@ -203,7 +211,7 @@ PAIR = {"prompt": ["a"], "completion": ["b"]}
 CHAT = {"messages": [[message("user", "a"), message("assistant", "b")]]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tokenized": ({"input_ids": [[1]], "text": ["a"]}, "has a column 'input_ids': the samples are tokenized already"),
-    "no text": ({"question": ["a"]}, r"has none of prompt and completion, messages, text; its columns are \['question'\]"),
+    "no text": ({"question": ["a"]}, r"none of prompt and completion, messages, text; its columns are \['question'\]"),
     "a prompt alone": ({"prompt": ["a"]}, "has none of prompt and completion, messages, text"),
     "two forms": ({**PAIR, "text": ["a"]}, "has prompt and completion, and text, and one of these is tokenized"),
     "functions": ({**CHAT, "functions": ["f"]}, "has a column 'functions': rename the column to tools"),
@@ -252,7 +260,9 @@ def test_other_arguments_are_checked() -> None:
 
 def test_an_error_of_a_template_comes_with_its_rows() -> None:
     tokenizer = text_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}{% generation %}{% endgeneration %}"
+    tokenizer.chat_template = (
+        "{{ raise_exception('roles must alternate') }}{% generation %}{% endgeneration %}"
+    )
     with pytest.raises(Exception, match="roles must alternate") as caught:
         td.hf.tokenize(Dataset.from_list(draw_messages(3)), tokenizer)
     assert re.search("rows 0 to 2", "".join(caught.value.__notes__))

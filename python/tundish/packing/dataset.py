@@ -65,9 +65,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
     `loss_mask`: a token is learned where all masks are 1. `attention_mask` of ones, `token_type_ids` of zeros,
     `length`, `num_tokens`, `text`, `messages`, `prompt` and `completion` are left out. Any other key is refused unless
     `columns`, `sample_columns` or `drop_columns` names it. The value None counts as no value. Keys are checked at once
-    where a dataset tells its columns, of lists by their first sample, and otherwise when a sample is read. Samples whose
-    length disagrees with the plan are refused when they are read. If the plan has lengths, each sample is compared with its own. Otherwise the
-    offsets, the pack's total and its longest piece are compared.
+    where a dataset tells its columns, of lists by their first sample, and otherwise when a sample is read.
+
+    Samples whose length disagrees with the plan are refused when they are read. If the plan has lengths, each sample is
+    compared with its own. Otherwise the offsets, the pack's total and its longest piece are compared.
 
     Args:
         datasets: The dataset that the plan was made for, or a list or tuple of datasets in the plan's

@@ -157,7 +157,15 @@ class SampleReader:
         self._drops_unknown = isinstance(drop_columns, str)
         self._kinds = {name: _COLUMN_KINDS[dtype_of(padding)] for name, padding in self.columns.items()}
         self._named = (*self.columns, *self.sample_columns)
-        self._known = {"input_ids", "labels", *MASK_KEYS, *CONSTANT_KEYS, *IGNORED_KEYS, *self._named, *self._dropped}
+        self._known = {
+            "input_ids",
+            "labels",
+            *MASK_KEYS,
+            *CONSTANT_KEYS,
+            *IGNORED_KEYS,
+            *self._named,
+            *self._dropped,
+        }
         self._schemas: dict[tuple[Hashable, ...], _Schema] = {}
 
     def form(self) -> str:
@@ -345,8 +353,8 @@ def _told_columns(source: Any) -> Mapping[str, Padding | None] | None:
     """The columns that a source names before it is read, each with the padding of its type.
 
     Returns:
-        None as a padding stands for a column that is no list of numbers. None altogether if the source does not tell, as
-        a HF dataset that computes its rows.
+        None as a padding stands for a column that is no list of numbers. None altogether if the source does not tell,
+        as a HF dataset that computes its rows.
     """
     # Of the sources that `open_samples` gives.
     if hasattr(source, "column_types"):

@@ -132,7 +132,9 @@ def test_arrays_and_tensors_of_a_sample_have_a_type_too(make: Any) -> None:
 
 def test_keys_with_a_meaning_are_refused_with_what_to_remove() -> None:
     rows = rows_with(position_ids=[[0, 1], [0, 1]], note=["a", "b"])
-    with pytest.raises(InvalidInputError, match=r"makes from the pieces: .* remove_columns\(\['position_ids'\]\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"makes from the pieces: .* remove_columns\(\['position_ids'\]\)"
+    ):
         td.PackedDataset(rows, PLAN, drop_columns="unknown")
     table = hf.Dataset.from_list(rows)
     dataset = td.PackedDataset(table.remove_columns(["position_ids"]), PLAN, drop_columns=["note"])
@@ -157,7 +159,9 @@ def test_columns_that_a_hf_dataset_does_not_show_are_not_read() -> None:
 def test_a_dropped_name_that_no_sample_has_is_refused_where_that_is_known(tmp_path: Path) -> None:
     ours = hf.Dataset.from_list(rows_with(score=[1, 2], id=["a", "b"]))
     theirs = hf.Dataset.from_list(rows_with())
-    with pytest.raises(InvalidInputError, match="drop_columns names 'source', and no sample has it; .*'score'"):
+    with pytest.raises(
+        InvalidInputError, match=r"drop_columns names 'source', and no sample has it; .*'score'"
+    ):
         td.PackedDataset(ours, PLAN, drop_columns=["score", "id", "source"])
     with pytest.raises(InvalidInputError, match="drop_columns names 'source', and no sample has it"):
         td.PackedStream(ours.to_iterable_dataset(), 4, drop_columns=["score", "id", "source"])

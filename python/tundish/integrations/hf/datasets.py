@@ -77,9 +77,10 @@ def pack_dataset(
     `td.PackedCollator`, which makes the batch that it makes of the pieces.
 
     Args:
-        dataset: A `datasets.Dataset` with `input_ids` (`td.hf.tokenize` makes them), in the order of its `select` and `shuffle`; another source that
-            `td.packing.lengths` reads; or a `td.PackedDataset`, whose packs are taken as they are. A `DatasetDict`
-            gives a `DatasetDict`. A `datasets.IterableDataset` gives another one, packed by `td.PackedStream`.
+        dataset: A `datasets.Dataset` with `input_ids` (`td.hf.tokenize` makes them), in the order of its `select` and
+            `shuffle`; another source that `td.packing.lengths` reads; or a `td.PackedDataset`, whose packs are taken as
+            they are. A `DatasetDict` gives a `DatasetDict`. A `datasets.IterableDataset` gives another one, packed by
+            `td.PackedStream`.
         max_length: Tokens a pack, at least 1.
         strategy: A packing strategy of TRL in the place of `mode`. "bfd" is "best_fit" with `overlong="truncate"`,
             "bfd_split" the same with `overlong="split"`, and "wrapped" is "hard" with `drop_last=False`. Of a stream,
@@ -128,9 +129,7 @@ def pack_dataset(
     options |= _mode_options(mode, strategy, strategies, options)
     options["max_length"] = _one_max_length(max_length, seq_length)
     if isinstance(dataset, datasets.DatasetDict):
-        return datasets.DatasetDict(
-            {name: _pack(split, named, options) for name, split in dataset.items()}
-        )
+        return datasets.DatasetDict({name: _pack(split, named, options) for name, split in dataset.items()})
     if isinstance(dataset, datasets.IterableDatasetDict):
         return datasets.IterableDatasetDict(
             {name: _as_stream(split, named, options) for name, split in dataset.items()}

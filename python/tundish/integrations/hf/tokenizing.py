@@ -49,9 +49,9 @@ def tokenize(
     | `messages` | `input_ids`, `assistant_masks` | those that the chat template marks |
     | `text` | `input_ids` | all |
 
-    A prompt and its completion are two texts, or two lists of messages. Messages are mappings with `role` and `content`,
-    which the tokenizer's chat template writes as one text. If the template has no `{% generation %}` markers,
-    `assistant_masks` is missing, all tokens are learned, and a warning says so.
+    A prompt and its completion are two texts, or two lists of messages. Messages are mappings with `role` and
+    `content`, which the tokenizer's chat template writes as one text. If the template has no `{% generation %}`
+    markers, `assistant_masks` is missing, all tokens are learned, and a warning says so.
 
     The columns `tools`, as a list or as JSON, and `chat_template_kwargs` go to the chat template. All other columns are
     removed. A text, and a completion that is one, ends with the tokenizer's `eos_token`. A beginning-of-text token that
@@ -73,21 +73,29 @@ def tokenize(
         A dataset of the same type, `input_ids` as int32 and masks as int8 lists. A stream is tokenized as it is read.
 
     Raises:
-        InvalidInputError: The dataset has `input_ids`, columns of none or of several rows of the table, or a column that
-            is not supported. Or a row holds something else than its columns should, or no message of an assistant;
-            or the tokenizer lacks an `eos_token` or a chat template.
+        InvalidInputError: The dataset has `input_ids`, columns of none or of several rows of the table, or a column
+            that is not supported. Or a row holds something else than its columns should, or no message of an
+            assistant; or the tokenizer lacks an `eos_token` or a chat template.
         InvalidTypeError: An argument is of the wrong type.
         MissingExtraError: transformers or datasets is not installed.
 
     Example:
-        samples = td.hf.tokenize(load_dataset("my/chats", split="train"), tokenizer)
-        packs = td.hf.pack_dataset(samples, 4096, overlong="truncate")
+        >>> import datasets, tokenizers, transformers, tundish as td
+        >>> words = {"<end>": 0, "2": 1, "+": 2, "=": 3, "4": 4}
+        >>> model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<end>"))
+        >>> model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+        >>> rows = datasets.Dataset.from_dict({"prompt": ["2 + 2 ="], "completion": [" 4"]})
+        >>> samples = td.hf.tokenize(rows, tokenizer)
+        >>> samples[0]
+        {'input_ids': [1, 2, 1, 3, 4, 0], 'completion_mask': [0, 0, 0, 0, 1, 1]}
+        >>> packs = td.hf.pack_dataset(samples, 4096, overlong="truncate")
     """
     try:
         import datasets
-        from transformers import PreTrainedTokenizerBase
+        from transformers.tokenization_utils_base import PreTrainedTokenizerBase
     except ImportError as error:
-        missing_extra("hf", error.name or "transformers", "tokenize")
+        missing_extra("hf", (error.name or "transformers").partition(".")[0], "tokenize")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         has_one = isinstance(getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase)
         hint = "give its .tokenizer" if has_one else "give a tokenizer of transformers"
@@ -242,8 +250,8 @@ class _Tokenization:
         settings = _chat_settings(batch, rows)
         if are_texts and any(any(own.values()) for own in settings):
             raise InvalidInputError(
-                f"the rows are texts, and some have {' and '.join(next(filter(None, settings)))}, which a chat template "
-                "takes: remove the columns"
+                f"the rows are texts, and some have {' and '.join(next(filter(None, settings)))}, which only a chat "
+                "template takes: remove the columns"
             )
         try:
             if self._form == ("text",):
@@ -277,7 +285,11 @@ class _Tokenization:
                 if (is_text or _is_chat(value)) and expected in (None, is_text):
                     expected = is_text
                     continue
-                wanted = {True: "a text", False: "a list of messages with a role", None: "a text or such a list"}
+                wanted = {
+                    True: "a text",
+                    False: "a list of messages with a role",
+                    None: "a text or such a list",
+                }
                 raise InvalidInputError(
                     f"{name} of row {row} is {format_type(value)}, and {wanted[expected]} is expected"
                     + ("" if expected is None or len(self._form) == 1 else ", as before")
@@ -291,7 +303,9 @@ class _Tokenization:
         if end is None:
             raise InvalidInputError("the tokenizer has no eos_token, which ends each text: set it")
         if are_complete:
-            texts = [text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts]
+            texts = [
+                text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts
+            ]
         found = []
         for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
             # Tokenizers that add a beginning or an end do so also where the text has it.
@@ -310,7 +324,9 @@ class _Tokenization:
         # One call for all chats that follow each other with the same settings.
         for own, run in itertools.groupby(settings):
             part = list(itertools.islice(remaining, sum(1 for _ in run)))
-            encoded = self._tokenizer.apply_chat_template(part, tokenize=True, return_dict=True, **options, **own)
+            encoded = self._tokenizer.apply_chat_template(
+                part, tokenize=True, return_dict=True, **options, **own
+            )
             for name in ("input_ids", "assistant_masks"):
                 if name in encoded:
                     found.setdefault(name, []).extend(encoded[name])
@@ -353,8 +369,8 @@ class _Tokenization:
         _logger.warning(
             "the tokens of prompt and completion together do not begin with those of the prompt (row %d): the "
             "completion begins where they differ, and the end %r of the prompt is tokenized with it. When the model is "
-            "used, it sees a prompt that it did not learn from: end prompts at the end of a word, or use a chat template "
-            "that writes a prompt alike in both cases. Other rows may be like this one",
+            "used, it sees a prompt that it did not learn from: end prompts at the end of a word, or use a chat "
+            "template that writes a prompt alike in both cases. Other rows may be like this one",
             row,
             self._tokenizer.decode(lost),
         )
@@ -405,4 +421,6 @@ def _common_beginning(ids: list[int], others: list[int]) -> int:
     if others[: len(ids)] == ids:
         return len(ids)
     pairs = zip(ids, others, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
+    return next(
+        (place for place, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others))
+    )

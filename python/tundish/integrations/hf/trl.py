@@ -24,16 +24,16 @@ _ARGUMENTS = ("dataset", "seq_length", "strategy", "map_kwargs")
 def use_in_trl() -> contextlib.ExitStack:
     """Have `SFTTrainer(packing=True)` of TRL pack with `td.hf.pack_dataset`, from this call on.
 
-    TRL tokenizes, makes labels, shuffles and collates as before. Only its packing is replaced: packs are planned over all
-    samples, where TRL packs a thousand at a time, and are read when a batch asks for them. The strategies of
+    TRL tokenizes, makes labels, shuffles and collates as before. Only its packing is replaced: packs are planned over
+    all samples, where TRL packs a thousand at a time, and are read when a batch asks for them. The strategies of
     `packing_strategy` mean what they mean in `pack_dataset`.
 
-    With "bfd" and "bfd_split", the samples of a pack do not see each other. With "wrapped" they do, as in TRL's own packs
-    of this name: a pack is trained on as one sequence.
+    With "bfd" and "bfd_split", the samples of a pack do not see each other. With "wrapped" they do, as in TRL's own
+    packs of this name: a pack is trained on as one sequence.
 
     Returns:
-        A context manager. A plain call holds until the process ends; `with td.hf.use_in_trl():` ends it. A trainer keeps
-        the packs that were made for it.
+        A context manager. A plain call holds until the process ends; `with td.hf.use_in_trl():` ends it. A trainer
+        keeps the packs that were made for it.
 
     Raises:
         MissingExtraError: TRL is not installed, or in a version that is not known or does not pack as expected.
@@ -81,8 +81,8 @@ def _known_trainers() -> Any:
     if not is_known or not _packs_as_expected(sft_trainer):
         what = "packs in another way than is known" if is_known else "is not known"
         raise MissingExtraError(
-            f"TRL {trl.__version__} {what}: use_in_trl works with versions from {_VERSIONS[0]} on, before {_VERSIONS[1]}; "
-            "install one of them, or pack with td.hf.pack_dataset and train with "
+            f"TRL {trl.__version__} {what}: use_in_trl works with versions from {_VERSIONS[0]} on, before "
+            f"{_VERSIONS[1]}; install one of them, or pack with td.hf.pack_dataset and train with "
             "SFTConfig(dataset_kwargs={'skip_prepare_dataset': True})",
             name="trl",
         )
@@ -95,4 +95,7 @@ def _packs_as_expected(trainers: Any) -> bool:
     prepare = getattr(getattr(trainers, "SFTTrainer", None), "_prepare_dataset", None)
     if not callable(packer) or not inspect.isfunction(prepare):
         return False
-    return "pack_dataset" in prepare.__code__.co_names and tuple(inspect.signature(packer).parameters) == _ARGUMENTS
+    return (
+        "pack_dataset" in prepare.__code__.co_names
+        and tuple(inspect.signature(packer).parameters) == _ARGUMENTS
+    )
