@@ -272,5 +272,5 @@ def test_tokens_fit_a_model() -> None:
     tokenizer = text_tokenizer()
     packs = td.hf.pack_dataset(td.hf.tokenize(Dataset.from_list(draw_chat_pairs(4)), tokenizer), 256)
     batch = td.PackedCollator()([packs[0]])
-    loss = llama(vocabulary=len(tokenizer))(**batch, use_cache=False).loss
+    loss = llama(vocabulary=len(tokenizer))(**{**batch, "use_cache": False}).loss
     assert torch.isfinite(loss)

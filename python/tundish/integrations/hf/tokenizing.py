@@ -285,11 +285,8 @@ class _Tokenization:
                 if (is_text or _is_chat(value)) and expected in (None, is_text):
                     expected = is_text
                     continue
-                wanted = {
-                    True: "a text",
-                    False: "a list of messages with a role",
-                    None: "a text or such a list",
-                }
+                chat = "a list of messages with a role"
+                wanted = {True: "a text", False: chat, None: f"a text or {chat}"}
                 raise InvalidInputError(
                     f"{name} of row {row} is {format_type(value)}, and {wanted[expected]} is expected"
                     + ("" if expected is None or len(self._form) == 1 else ", as before")
@@ -308,10 +305,11 @@ class _Tokenization:
             ]
         found = []
         for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
-            # Tokenizers that add a beginning or an end do so also where the text has it.
+            # A tokenizer that adds a beginning or an end does so also where the text has it, and to prompts.
             start = int(begin is not None and ids[:2] == [begin] * 2 and text.startswith(tokenizer.bos_token))
-            is_doubled = ids[-2:] == [end] * 2 if text.endswith(tokenizer.eos_token) else ids[-1:] == [end]
-            found.append(ids[start : len(ids) - is_doubled])
+            own_ends = [end] if text.endswith(tokenizer.eos_token) else []
+            has_added_end = len(ids) > start + 1 and ids[-1 - len(own_ends) :] == [*own_ends, end]
+            found.append(ids[start : len(ids) - has_added_end])
         return found
 
     def _encode_chats(
