@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two forms": ({**PAIR, "text": ["a"]}, "has prompt and completion, and text, and one of these is tokenized"),
     "functions": ({**CHAT, "functions": ["f"]}, "has a column 'functions': rename the column to tools"),
     "documents": ({**CHAT, "documents": [["d"]]}, "has a column 'documents': chats with documents are not"),
-    "conversations": ({"conversations": [[{"from": "user", "value": "a"}]]}, "'conversations': convert .* chatml"),
+    "conversations": ({"conversations": [[{"from": "user", "value": "a"}]]}, "'conversations': convert .*chatml"),
     "tools of a text": ({"text": ["a"], "tools": [["f"]]}, "the rows are texts, and some have tools"),
     "tools that are no JSON": ({**CHAT, "tools": ["{"]}, "tools of row 0 is no JSON"),
     "no string": ({"text": [1]}, "text of row 0 is an int, and a text is expected"),

@@ -105,13 +105,12 @@ def test_losses_equal_those_of_trls_packing_of_the_same_packs(
 def test_the_samples_of_a_pack_do_not_see_each_other(strategy: str, tmp_path: Path) -> None:
     with td.hf.use_in_trl():
         run = trainer(tmp_path, Dataset.from_list(draw_messages(40)), packing_strategy=strategy)
+    rows = [row for row in run.train_dataset if len(row["seq_lengths"]) > 1][:2]
     items = [
-        {name: torch.as_tensor(row[name]) for name in ("input_ids", "labels", "cu_seqlens")}
-        for row in run.train_dataset.select([0, 1])
+        {name: torch.as_tensor(row[name]) for name in ("input_ids", "labels", "cu_seqlens")} for row in rows
     ]
-    assert all(len(item["cu_seqlens"]) > 2 for item in items)
-    rows = run.train_dataset.select_columns(["input_ids", "labels", "seq_lengths"])
-    batch = run.data_collator([rows[0], rows[1]])
+    assert len(rows) == 2
+    batch = run.data_collator(rows)
     expected = loss_apart(small_llama(len(text_tokenizer())), items)
     found = run.compute_loss(run.model, dict(batch))
     assert found.item() == pytest.approx(expected.item(), abs=1e-4)
@@ -188,7 +187,8 @@ def test_ranks_share_the_same_packs(tmp_path: Path) -> None:
     assert packs == theirs and len(packs) > 4
     tokens = [token for batch in (*ours, *others) for token in batch]
     assert len(ours) == len(others) and len(tokens) >= sum(map(len, packs))
-    assert not any(batch in others for batch in ours[:-1])
+    # The last batch may begin the epoch again.
+    assert not any(batch in others[:-1] for batch in ours[:-1])
 
 
 @pytest.mark.parametrize("version", ["1.15.4", "2.0.0", "2.1.0.dev0"])

@@ -215,7 +215,7 @@ def test_a_missing_input_ids_names_what_makes_it(tmp_path: Path) -> None:
         lambda: td.hf.pack_dataset(table.to_iterable_dataset(), 4),
         lambda: td.packing.lengths(table),
         lambda: td.packing.lengths(rows),
-        lambda: td.packing.lengths(["a text"]),
+        lambda: td.packing.lengths(iter(["a text"])),
         lambda: td.packing.lengths(tmp_path / "a.jsonl"),
         lambda: td.packing.lengths(tmp_path / "a.parquet"),
         lambda: td.packing.lengths(table, "prompt"),
