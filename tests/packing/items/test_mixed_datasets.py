@@ -91,8 +91,9 @@ def test_options_hold_for_all_plans() -> None:
         td.PackedDataset(parts, mix, mask_first_token=True)
     # A padding value says which dtype its column has.
     for columns in (None, {"w": 0}, {"w": False}):
+        other = td.PackedDataset(weighted[1], plans[1], columns=columns, drop_columns="unknown")
         with pytest.raises(InvalidInputError, match=r"datasets\[1\] has other columns"):
-            td.PackedDataset([parts[0], td.PackedDataset(weighted[1], plans[1], columns=columns)], mix)
+            td.PackedDataset([parts[0], other], mix)
 
 
 @pytest.mark.parametrize(
