@@ -13,6 +13,7 @@ from support.checkpoint.checkpoint_roots import add_manifest_checksum
 from tundish import cli
 from tundish.checkpoint import Checkpointer
 from tundish.errors import InvalidInputError
+from tundish.packing import pack
 
 
 @pytest.fixture
@@ -78,6 +79,45 @@ def test_verify_names_every_damaged_file(root: Path, capsys: pytest.CaptureFixtu
     answer(capsys, "checkpoint", "verify", root, "--step", 20)
     assert (
         answer(capsys, "checkpoint", "verify", root, "--step", 7, code=3)["error"]["kind"] == "NotFoundError"
+    )
+
+
+def test_verify_shows_a_line_for_each_checkpoint_and_the_remedy(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["checkpoint", "verify", str(root)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in shown] == [
+        ["✓", name] for name in ("dcp-30", "hf-10", "hf-20", "hf-30")
+    ]
+    damage(root / "hf-10" / "model.safetensors")
+    (root / "hf-30" / "tundish.json").unlink()
+    assert cli.main(["checkpoint", "verify", str(root)]) == 1
+    told = capsys.readouterr()
+    shown = told.out.splitlines()
+    assert [line.split()[:2] for line in shown] == [
+        ["✓", "dcp-30"],
+        ["✗", "hf-10"],
+        ["✓", "hf-20"],
+        ["✗", "hf-30"],
+    ]
+    assert "model.safetensors" in shown[1]
+    assert "it has no tundish.json" in shown[3]
+    assert "damaged: 2 of 4 checkpoints; move or delete them; step 30 can be resumed from" in told.err
+    (root / "dcp-30" / "tundish.json").unlink()
+    assert cli.main(["checkpoint", "verify", str(root)]) == 1
+    assert "none of these can be resumed from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["list", "verify", "repair"])
+def test_the_folder_of_a_plan_is_called_that(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack([3, 4, 5], 8).save(tmp_path / "plan")
+    error = answer(capsys, "checkpoint", verb, tmp_path / "plan", code=2)["error"]
+    assert (
+        f"is the folder of a packing plan: `tundish plan show {tmp_path / 'plan'}` shows it"
+        in error["message"]
     )
 
 

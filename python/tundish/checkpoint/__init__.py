@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tundish.checkpoint.root import Damaged as Damaged
     from tundish.checkpoint.root import DiskRoot as DiskRoot
     from tundish.checkpoint.save_job import Save
+    from tundish.checkpoint.training_state import random_states as random_states
+    from tundish.checkpoint.training_state import set_random_states as set_random_states
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -52,6 +54,7 @@ else:
             "tundish.checkpoint.retention": ("Retention", "WritableRoot"),
             "tundish.checkpoint.root": ("KINDS", "Checkpoint", "Checkpoints", "Damaged", "DiskRoot"),
             "tundish.checkpoint.save_job": ("Save",),
+            "tundish.checkpoint.training_state": ("random_states", "set_random_states"),
         },
     )
 

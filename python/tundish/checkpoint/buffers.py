@@ -174,12 +174,16 @@ class StagingBudget:
                 "staging_limit_bytes": self.limit,
             }
 
-    def take(self, count: int, what: str) -> None:
+    def take(self, count: int, what: str, *, may_wait: bool = True) -> bool:
         """Take bytes for a save. Waits until earlier saves give back enough, with a warning in the log.
 
         Args:
             count: how many bytes.
             what: the save, for messages.
+            may_wait: else it takes nothing where it would have to wait.
+
+        Returns:
+            Whether the bytes were taken.
 
         Raises:
             InvalidInputError: `count` is more than the limit.
@@ -191,6 +195,8 @@ class StagingBudget:
             )
         with self._changed:
             if not self._has_room(count):
+                if not may_wait:
+                    return False
                 started = time.monotonic()
                 _logger.warning(
                     "%s waits for the save before it: it stages %d bytes, and %d of staging_limit_bytes=%s are in use",
@@ -203,6 +209,7 @@ class StagingBudget:
                 _logger.warning("%s waited %.3f s", what, time.monotonic() - started)
             self._in_use += count
             self._peak = max(self._peak, self._in_use)
+        return True
 
     def give_back(self, count: int) -> None:
         """Give back bytes that were taken."""

@@ -18,16 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tundish.checkpoint.dcp.load import Loaded, load_from_root
+from tundish.checkpoint.dcp.load import Loaded, Target, load_from_root, no_checkpoint
 from tundish.checkpoint.dcp.save import DcpSave
 from tundish.checkpoint.failures import OnFailure
-from tundish.checkpoint.hf.export import HfExport
 from tundish.checkpoint.readonly import ReadonlyRoot
 from tundish.checkpoint.retention import Retention
-from tundish.checkpoint.root import Checkpoint, Root, check_step, plain_step
+from tundish.checkpoint.root import Checkpoint, Root, check_step, name_of, plain_step
 from tundish.checkpoint.save_job import Save, SaveJob, check_wait
 from tundish.checkpoint.session import open_session, open_sessions
 from tundish.checkpoint.start_save import start_save
+from tundish.checkpoint.training_state import TrainingArguments, resume_training, save_training
 from tundish.checkpoint.write_plan import DEFAULT_SHARD_BYTES, Staging
 from tundish.errors import InvalidInputError, TimedOutError
 
@@ -58,7 +58,8 @@ class Checkpointer(ReadonlyRoot):
         staging_limit_bytes: host memory of each rank for staging, the same on all ranks. A save waits until earlier
             saves leave enough of it; a save that is larger than the limit is refused. None sets no limit.
         checksum: "crc64" records CRC-64/NVME of every file. With None nobody can tell later whether a byte changed.
-        timeout: seconds that a step of a save waits for the other ranks, and opening for a job that is ending.
+        timeout: seconds that ranks wait for each other. None: a call waits 8 minutes for ranks that do not make it, and
+            ranks wait 2 hours for the files of others. Opening waits for a job that is ending, for up to a minute.
         on_published: functions that are called with each published path, on this rank, in the background. One that
             raises fails the save's future and nothing else; so does `keep`.
         on_event: function that is called with "staged", "written", "voted" or "published", the kind and the step.
@@ -70,15 +71,20 @@ class Checkpointer(ReadonlyRoot):
         RootInUseError: another job saves there, and still does after a minute, or after `timeout` if that is shorter;
             or another checkpointer of this process has the root open.
 
+    Attributes:
+        extra: the `extra` of the checkpoint that the last `resume` loaded; empty where there was none.
+
     Example:
         >>> import torch
         >>> import tundish as td
         >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> with td.Checkpointer("checkpoints", keep_last=2) as checkpointer:
-        ...     save = checkpointer.save_dcp(100, {"model": model.state_dict()}, extra={"step": 100})
-        ...     extra, _ = checkpointer.load_dcp({"model": model.state_dict()})
-        >>> save.result().name, extra
-        ('dcp-100', {'step': 100})
+        ...     start = checkpointer.resume(model=model, optimizer=optimizer)
+        ...     for step in range(start + 1, 4):
+        ...         save = checkpointer.save(step, model=model, optimizer=optimizer)
+        >>> start, save.result().name
+        (0, 'dcp-3')
     """
 
     def __init__(
@@ -93,7 +99,7 @@ class Checkpointer(ReadonlyRoot):
         on_failure: OnFailure = "terminate",
         staging_limit_bytes: int | None = None,
         checksum: str | None = "crc64",
-        timeout: float = 7200.0,
+        timeout: float | None = None,
         on_published: Sequence[Callable[[Path], Any]] = (),
         on_event: Callable[[str, str, int], Any] | None = None,
     ) -> None:
@@ -121,9 +127,140 @@ class Checkpointer(ReadonlyRoot):
         # A checkpointer that is dropped without `close` has its saves finished all the same.
         weakref.finalize(self, self._session.drop).atexit = False
         super().__init__(self._session.readonly.reader)
+        self.extra: Mapping[str, Any] = {}
+        # How many times `save` was called, in this run and those that it resumes.
+        self._saves = 0
+
+    def __repr__(self) -> str:
+        session = self._session
+        steps = {kind: queue.steps_under_way() for kind, queue in session.queues.items()}
+        saving = "".join(f", saving {name_of(kind, step)}" for kind in steps for step in steps[kind])
+        state = "" if session.closed_by is None else ", closed"
+        return f"<Checkpointer {self.path}: rank {session.voter.rank} of {session.world_size}{saving}{state}>"
 
     def _raise_pending(self) -> None:
         self._session.raise_pending()
+
+    # ---- A training loop ----
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        hf: bool | int = False,
+        config: Any = None,
+        tokenizer: Any = None,
+        staging: Staging = "eager",
+        tag: str | None = None,
+        overwrite: bool = False,
+        blocking: bool = False,
+    ) -> Save:
+        """Collective: save everything that `resume` needs as a DCP checkpoint of `step`; returns when it is staged.
+
+        Each argument takes one object, or a dict of names to several. Each rank saves its own random states, and its
+        own states of `scheduler`, `loader` and `scaler`.
+
+        Args:
+            step: a whole number of at least 0, above every published step; `resume` returns it.
+            model: an `nn.Module`, also one that is sharded or wrapped.
+            optimizer: a `torch.optim.Optimizer` of parameters of `model`.
+            scheduler: object with `state_dict` and `load_state_dict`, such as a learning-rate scheduler.
+            loader: likewise, such as `td.loader`, `td.DispatchLoader` or torchdata's `StatefulDataLoader`.
+            scaler: likewise, such as `torch.amp.GradScaler`.
+            extra: values of the run (epoch, consumed tokens), the same on all ranks; JSON.
+            rng: save the states of the random generators of Python, numpy and torch.
+            hf: also export the model, as `save_hf` does: True, or n for every n-th save of the run.
+            config: of the export, as `save_hf` takes it.
+            tokenizer: of the export.
+            staging: as `save_hf` takes it.
+            tag: as `save_hf` takes it.
+            overwrite: as `save_hf` takes it.
+            blocking: as `save_hf` takes it.
+
+        Returns:
+            A future of the published path; its `export` is that of the export.
+
+        Raises:
+            Exception: as `save_hf`.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> model = torch.nn.Linear(2, 2)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> with td.Checkpointer("training") as checkpointer:
+            ...     save = checkpointer.save(100, model=model, optimizer=optimizer, extra={"epoch": 1})
+            >>> save.result().name
+            'dcp-100'
+        """
+        return save_training(
+            self,
+            step,
+            TrainingArguments(model, optimizer, scheduler, loader, scaler),
+            extra=extra,
+            rng=rng,
+            hf=hf,
+            staging=staging,
+            export={"config": config, "tokenizer": tokenizer},
+            job={"tag": tag, "overwrite": overwrite, "blocking": blocking},
+        )
+
+    def resume(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        step: int | None = None,
+        strict: bool = True,
+        verify: bool = True,
+    ) -> int:
+        """Collective: load what `save` saved, on any number of ranks, and set newer checkpoints aside.
+
+        Give the objects that were given to `save`. On another number of ranks, each rank seeds its random generators
+        anew, and takes the states of the first rank's scheduler, scaler and loader. A `loader` whose
+        `resumes_on_any_ranks` is not True is then refused.
+
+        Args:
+            model: as `save` takes it.
+            optimizer: as `save` takes it.
+            scheduler: as `save` takes it.
+            loader: as `save` takes it.
+            scaler: as `save` takes it.
+            step: the checkpoint, the same on all ranks. None takes the newest whole one, as `load_dcp` does.
+            strict: refuse a checkpoint that lacks something, or holds something that was not given. With False that is
+                left out, with a warning in the log.
+            verify: read all bytes first, as `load_dcp` does.
+
+        Returns:
+            The step of the checkpoint; 0 if there is none. `checkpointer.extra` is its `extra`.
+
+        Raises:
+            StateMismatchError: the checkpoint does not fit; on all ranks, as all errors here. Nothing is loaded.
+            InvalidTypeError: an object is of another kind.
+            NotFoundError: there is no checkpoint of `step`.
+            CorruptCheckpointError: the checkpoint, or every checkpoint, is damaged.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> model = torch.nn.Linear(2, 2)
+            >>> with td.Checkpointer("resumed") as checkpointer:
+            ...     save = checkpointer.save(7, model=model, extra={"epoch": 1})
+            ...     checkpointer.resume(model=model), checkpointer.extra
+            (7, {'epoch': 1})
+        """
+        given = TrainingArguments(model, optimizer, scheduler, loader, scaler)
+        return resume_training(self, given, step, strict=strict, verify=verify)
 
     # ---- Saving ----
 
@@ -196,23 +333,17 @@ class Checkpointer(ReadonlyRoot):
                 tag=tag,
                 overwrite=overwrite,
                 blocking=blocking,
-                make_plan=functools.partial(
-                    HfExport,
+                call="save_hf",
+                make_plan=session.export_plan(
                     model_or_tensors,
                     config=config,
                     tokenizer=tokenizer,
                     dtype=dtype,
                     shard_bytes=shard_bytes,
                     source_dir=source_dir,
-                    root=self.path,
                     to_hf=to_hf,
                     staging=staging,
                     optimizer=optimizer,
-                    group=session.group,
-                    exchange_group=session.exchange_group,
-                    voter=session.voter,
-                    of_first_rank=session.of_first_rank,
-                    are_nodes_alike=session.are_nodes_alike,
                 ),
             )
             return start_save(session, job)
@@ -271,6 +402,7 @@ class Checkpointer(ReadonlyRoot):
                 tag=tag,
                 overwrite=overwrite,
                 blocking=blocking,
+                call="save_dcp",
                 make_plan=functools.partial(
                     DcpSave,
                     session.planner,
@@ -343,7 +475,7 @@ class Checkpointer(ReadonlyRoot):
         session, step = self._session, plain_step(step)
         with session.collective("discard_after"):
             # All ranks agree before anything is set aside.
-            with session.agreed(f"discard_after of step {step}"):
+            with session.called(f"discard_after({step})", f"discard_after of step {step}"):
                 session.failure.raise_pending()
                 check_step(step)
                 if any(queue.steps_under_way() for queue in session.queues.values()):
@@ -402,21 +534,42 @@ class Checkpointer(ReadonlyRoot):
 
     def _load(
         self,
-        state_dict: dict[str, Any],
+        target: Target,
         step: int | None,
         *,
         verify: bool = True,
         trusted: Sequence[type] = (),
     ) -> tuple[int, Loaded]:
         """As `load_dcp`; returns the step that was loaded too."""
+        loaded = self._load_if_any(target, step, verify=verify, trusted=trusted, call="load_dcp")
+        if loaded is None:
+            # On all ranks: a first start is not the failure of one rank.
+            raise no_checkpoint(self.path)
+        return loaded
+
+    def _load_if_any(
+        self,
+        target: Target,
+        step: int | None,
+        *,
+        verify: bool,
+        trusted: Sequence[type],
+        call: str,
+        check: Callable[[], None] | None = None,
+    ) -> tuple[int, Loaded] | None:
+        """As `_load`, for `call`; None if there is no checkpoint. `check`: raises where an argument cannot be used."""
         session, step = self._session, plain_step(step)
-        with session.collective("load_dcp"):
+        with session.collective(call):
+            with session.called(f"{call}()", call):
+                session.failure.raise_pending()
+                if check is not None:
+                    check()
             # A save of this checkpointer is visible to its load.
             session.queues["dcp"].wait(None)
-            with session.agreed("load_dcp"):
+            with session.agreed(f"{call}: waiting for saves"):
                 session.failure.raise_pending()
             return load_from_root(
-                state_dict,
+                target,
                 session.readonly,
                 step,
                 verify=verify,

@@ -90,6 +90,7 @@ class Finalizer:
                 if self.writable is not None:
                     self.writable.protect(step for report in reports for step in report["protected"])
                     self._publish(job, self._manifest(job, staged, reports))
+                    self._log(job, sum(size for report in reports for _, size, _ in report["files"]))
             job.state = SaveState.PUBLISHED
         except (JobStoreLostError, VoteTimeoutError):
             # On the other ranks the vote may have succeeded.
@@ -137,6 +138,17 @@ class Finalizer:
     def close(self) -> None:
         """Close the voter."""
         self.voter.close()
+
+    def _log(self, job: SaveJob, size: int) -> None:
+        # A log that cannot be written does not fail the save.
+        with contextlib.suppress(Exception):
+            _logger.info(
+                "published %s: %.1f MB in %.1f s; training was held up for %.3f s",
+                self.root.path_of(job.name),
+                size / 1e6,
+                time.monotonic() - job.started,
+                job.held_seconds,
+            )
 
     def _publish(self, job: SaveJob, manifest: str) -> None:
         """Publish; wait for readers of the checkpoint that is to be replaced."""
@@ -249,6 +261,11 @@ class SaveQueue:
         """Block until at most one save is not over: that one may be written while the next is staged."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < 2)
+
+    def has_turn(self) -> bool:
+        """Whether `wait_for_turn` would return at once."""
+        with self._changed:
+            return len(self._pending) < 2
 
     def start(self) -> None:
         """Start the thread before ranks agree on a save: if it cannot start, the other ranks have to hear."""

@@ -97,6 +97,9 @@ class ReadonlyRoot:
         self.reader: Root = root if isinstance(root, Root) else _existing(path_of(root, "root"))
         self.path = self.reader.path
 
+    def __repr__(self) -> str:
+        return f"<ReadonlyRoot {self.path}>"
+
     def _raise_pending(self) -> None:
         """Called first by every method: a `Checkpointer` raises the error of an earlier save here."""
 

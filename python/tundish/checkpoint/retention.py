@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -138,19 +139,26 @@ class WritableRoot:
         # Re-entrant for a `keep` that protects.
         self._lock = threading.RLock()
 
-    def begin(self, wanted: Checkpoint, *, overwrite: bool, wait_for_saves: Callable[[], object]) -> bool:
+    def begin(
+        self, wanted: Checkpoint, *, overwrite: bool, wait_for_saves: Callable[[], object] | None
+    ) -> bool | None:
         """Begin a checkpoint; refuse a step that is published, below the newest, or too large for the disk.
 
         Args:
             wanted: what it will be.
             overwrite: whether a published checkpoint of this step may be replaced.
-            wait_for_saves: blocks until the saves under way are over; called where there is too little room.
+            wait_for_saves: blocks until the saves under way are over; called where there is too little room. None if
+                this call must not wait.
 
         Returns:
-            Whether `make_room` has to be called before anything is written.
+            Whether `make_room` has to be called before anything is written. None if the call would have to wait; then
+            nothing is begun.
         """
         if self._begin(wanted, overwrite) is None:
             return False
+        if wait_for_saves is None:
+            self.abort(wanted)
+            return None
         wait_for_saves()
         short = self._begin(wanted, overwrite)
         if short is None:
@@ -251,6 +259,8 @@ class WritableRoot:
         for checkpoint in checkpoints:
             try:
                 self.root.remove(name_of(checkpoint.kind, checkpoint.step))
+                with contextlib.suppress(Exception):
+                    _logger.info("removed %s, which retention does not keep", checkpoint.path)
             except CheckpointInUseError:
                 # It goes with a later save, unless it is protected.
                 continue

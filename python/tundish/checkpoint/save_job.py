@@ -37,6 +37,7 @@ class Save(Future[Path]):
     Attributes:
         kind: "hf" or "dcp".
         step: the step that is saved.
+        export: the save of the export that `Checkpointer.save(hf=…)` began with this one; None without.
 
     Example:
         >>> import torch
@@ -53,6 +54,7 @@ class Save(Future[Path]):
         self.set_running_or_notify_cancel()
         self.kind = kind
         self.step = step
+        self.export: Save | None = None
         self._is_queue_thread = is_queue_thread
         self._total = file_bytes
         self._written: Callable[[], int] = lambda: 0
@@ -173,6 +175,13 @@ class Save(Future[Path]):
         is_published = self.done() and self.exception() is None
         return (self._total if is_published else self._written()), self._total
 
+    def __repr__(self) -> str:
+        name = name_of(self.kind, self.step)
+        if not self.done():
+            return f"<Save {name}: {self._written():,} of {self._total:,} bytes of this rank written>"
+        error = super().exception(0)
+        return f"<Save {name}: {'published' if error is None else f'failed with {type(error).__name__}'}>"
+
     def _refuse_deadlock(self, call: str) -> None:
         if self._is_queue_thread() and not self.done():
             raise waits_for_itself(call)
@@ -213,6 +222,7 @@ class SaveJob:
         tag: for retention.
         overwrite: whether a published checkpoint of this step may be replaced.
         blocking: whether the caller waits for the end.
+        call: the method that the caller called.
         make_plan: looks at the tensors and refuses what cannot be saved.
         extra: of the manifest.
         state: how far it has come.
@@ -223,6 +233,8 @@ class SaveJob:
         wanted: the checkpoint that the first rank began; None on the others.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
         caller_raises: whether the caller's thread raises the error. Then the failure policy does not act.
+        started: when the call began, by the monotonic clock.
+        held_seconds: how long it held up the caller until the save was queued.
         memory: gives back the host memory and its part of the staging budget; closed when the save is over.
     """
 
@@ -231,6 +243,7 @@ class SaveJob:
     tag: str | None
     overwrite: bool
     blocking: bool
+    call: str
     make_plan: Callable[[], SavePlan]
     extra: Mapping[str, Any] | None = None
     state: SaveState = SaveState.PLANNED
@@ -241,6 +254,8 @@ class SaveJob:
     wanted: Checkpoint | None = None
     needs_room: bool = False
     caller_raises: bool = False
+    started: float = field(default_factory=time.monotonic)
+    held_seconds: float = 0.0
     memory: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from typing import Any
 from tundish.checkpoint.buffers import StagingBudget, trim
 from tundish.checkpoint.dcp.plan import SavePlanner
 from tundish.checkpoint.failures import FailurePolicy, OnFailure
+from tundish.checkpoint.hf.export import HfExport
 from tundish.checkpoint.hf.gather import ExchangeGroup
 from tundish.checkpoint.publish import Finalizer, SaveQueue
 from tundish.checkpoint.readonly import ReadonlyRoot
@@ -31,10 +33,22 @@ from tundish.checkpoint.retention import Retention, WritableRoot, log_recovered
 from tundish.checkpoint.root import KINDS, WAIT_SECONDS, DiskRoot, Kind, Root, format_steps, path_of
 from tundish.checkpoint.save_job import waits_for_itself
 from tundish.distributed import Voter, group_info, local_world_size
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotFoundError,
+    StorageError,
+    VoteTimeoutError,
+    format_ranks,
+)
 from tundish.timeouts import timeout_seconds
 
 _logger = logging.getLogger("tundish.checkpoint")
+# How long a call waits for ranks that do not make it. Shorter than the ten minutes after which NCCL ends a process that
+# waits in another collective: the error must name the cause before that.
+CALL_SECONDS = 480.0
+# How long ranks wait for the work of others: files may be large, and disks slow.
+WORK_SECONDS = 7200.0
 # More votes than a call takes.
 _VOTES_PER_CALL = 256
 # How long an interrupted rank waits for the others to hear of it.
@@ -51,6 +65,7 @@ class Session:
         group: the process group that the user gave, or None.
         world_size: number of ranks in the group.
         voter: of the caller's thread.
+        call_timeout: seconds that a call waits for ranks that do not make it.
         failure: what a failure in the background does.
         budget: host memory for staging.
         writable: the root with its retention, on the first rank; None on the others.
@@ -69,6 +84,7 @@ class Session:
     group: Any
     world_size: int
     voter: Voter
+    call_timeout: float
     failure: FailurePolicy
     budget: StagingBudget
     writable: WritableRoot | None
@@ -93,6 +109,32 @@ class Session:
     def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Collective: a block that ends in a vote; ranks that make different calls raise an error that says so."""
         return self.voter.agreed(what, same=what)
+
+    @contextlib.contextmanager
+    def called(self, call: str, what: str) -> Iterator[None]:
+        """Collective: a block without any wait, at the start of a call. Its vote finds the ranks that do not call.
+
+        Args:
+            call: as the user writes it.
+            what: for the vote; the same on all ranks.
+        """
+        with self.absent_ranks_named(call), self.voter.agreed(what, same=what, timeout=self.call_timeout):
+            yield
+
+    @contextlib.contextmanager
+    def absent_ranks_named(self, call: str) -> Iterator[None]:
+        """A block with the first vote of a call; ranks that do not come to it get an error of their own."""
+        try:
+            yield
+        except VoteTimeoutError as error:
+            if not error.ranks or self.voter.rank in error.ranks:
+                raise
+            raise VoteTimeoutError(
+                f"{format_ranks(error.ranks)} never called {call}, within {self.call_timeout:g} s of rank "
+                f"{self.voter.rank}: all ranks make this call, with the same step. If a rank may come later than that, "
+                "give Checkpointer(timeout=…); if it hangs, look at its stack",
+                error.ranks,
+            ) from None
 
     @contextlib.contextmanager
     def collective(self, call: str) -> Iterator[None]:
@@ -133,6 +175,20 @@ class Session:
             if self.exchange_group is not None:
                 self.exchange_group.close()
             self.close_later()
+
+    def export_plan(self, model_or_tensors: Any, **options: Any) -> Callable[[], HfExport]:
+        """The function that plans an export of these ranks. `options`: as `save_hf` takes them."""
+        return functools.partial(
+            HfExport,
+            model_or_tensors,
+            root=self.root.path,
+            group=self.group,
+            exchange_group=self.exchange_group,
+            voter=self.voter,
+            of_first_rank=self.of_first_rank,
+            are_nodes_alike=self.are_nodes_alike,
+            **options,
+        )
 
     def check_open(self) -> None:
         """Refuse a call of a checkpointer that is closed."""
@@ -218,7 +274,7 @@ def open_session(
     """
     member = group_info(group)
     world_size, is_first = len(member.ranks), member.rank == member.ranks[0]
-    seconds = timeout_seconds(timeout)
+    seconds = WORK_SECONDS if timeout is None else timeout_seconds(timeout)
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
         # The first rank waits for a writer that is ending, and the others for the first rank.
@@ -268,6 +324,7 @@ def open_session(
             group=group,
             world_size=world_size,
             voter=voter,
+            call_timeout=CALL_SECONDS if timeout is None else seconds,
             failure=failure,
             budget=budget,
             writable=writable,

@@ -2,6 +2,8 @@
 
 Invariants:
     - A save is refused on all ranks, before tensors are exchanged or files written, or taken by all ranks.
+    - A rank comes to the first vote at once: it waits for earlier saves after that. So the vote can tell which ranks do
+      not make the call.
     - Once it is taken, it reaches the save queue of every rank, even if staging fails.
 """
 
@@ -31,7 +33,6 @@ def start_save(session: Session, job: SaveJob) -> Save:
     Raises, on all ranks, the error of any rank, or of an earlier save.
     """
     queue = session.queues[job.kind]
-    queue.wait_for_turn()
     try:
         staged = _agree(session, job)
         job.future = Save(job.kind, job.step, staged.file_bytes, is_queue_thread=queue.is_own_thread)
@@ -55,6 +56,7 @@ def start_save(session: Session, job: SaveJob) -> Save:
             traceback.clear_frames(caught.__traceback__)
             raise
         finally:
+            job.held_seconds = time.monotonic() - job.started
             queue.submit(job)
         if job.blocking:
             job.future.result()
@@ -77,7 +79,7 @@ def _act_on_unraised(session: Session, job: SaveJob, raised: BaseException) -> N
 
 def _agree(session: Session, job: SaveJob) -> Staged:
     """Collective: refuse the save if it can be refused, else reserve its resources."""
-    same, flag = same_arguments(call=job.what), False
+    same, needs_ranks = same_arguments(call=job.what), False
     replicas: Mapping[str, str] = {}
     error: BaseException | None = None
     staged: Staged | None = None
@@ -86,26 +88,32 @@ def _agree(session: Session, job: SaveJob) -> Staged:
         same = same_arguments(
             call=job.what, tag=repr(job.tag), overwrite=job.overwrite, content=plan.fingerprint
         )
-        flag = plan.needs_ranks
+        needs_ranks = plan.needs_ranks
         if session.world_size > 1:
             replicas = plan.replicas
-        if not flag:
-            staged = _reserve(session, job, plan)
+        if not needs_ranks and session.queues[job.kind].has_turn():
+            staged = _reserve(session, job, plan, may_wait=False)
     except Exception as caught:  # noqa: BLE001 (the vote raises it again)
         # The frames hold memory that was being reserved.
         traceback.clear_frames(caught.__traceback__)
         error = caught
-    given = json.dumps([flag, dict(replicas)])
-    found = session.voter.combine(given, _compared, error, what=job.what, same=same)
-    any_needs, do_replicas_differ = json.loads(found)
+    given = json.dumps([needs_ranks, staged is None, dict(replicas)])
+    with session.absent_ranks_named(f"{job.call}(step={job.step})"):
+        found = session.voter.combine(
+            given, _compared, error, what=job.what, same=same, timeout=session.call_timeout
+        )
+    any_needs, any_waits, do_replicas_differ = json.loads(found)
     vote = session.voter.last_vote
-    if not any_needs and not do_replicas_differ:
+    if not (any_needs or any_waits or do_replicas_differ):
         plan.agree(vote, any_needs=False, do_replicas_differ=False)
     else:
         try:
             has_changed = plan.agree(vote, any_needs=any_needs, do_replicas_differ=do_replicas_differ)
             if has_changed or staged is None:
-                staged = _reserve(session, job, plan)
+                session.queues[job.kind].wait_for_turn()
+                # Of a save that was waited for.
+                session.failure.raise_pending()
+                staged = _reserve(session, job, plan, may_wait=True)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             traceback.clear_frames(caught.__traceback__)
             error = caught
@@ -116,15 +124,15 @@ def _agree(session: Session, job: SaveJob) -> Staged:
 
 
 def _compared(given: list[str]) -> str:
-    """Whether any rank needs preparation, and whether any two have different hashes under one name."""
+    """Whether any rank needs preparation, any has to wait, and any two have different hashes under one name."""
     known: dict[str, str] = {}
-    any_needs = do_replicas_differ = False
-    for needs, replicas in map(json.loads, given):
-        any_needs = any_needs or needs
+    any_needs = any_waits = do_replicas_differ = False
+    for needs, waits, replicas in map(json.loads, given):
+        any_needs, any_waits = any_needs or needs, any_waits or waits
         do_replicas_differ = do_replicas_differ or any(
             known.setdefault(name, digest) != digest for name, digest in replicas.items()
         )
-    return json.dumps([any_needs, do_replicas_differ])
+    return json.dumps([any_needs, any_waits, do_replicas_differ])
 
 
 def _plan(session: Session, job: SaveJob) -> SavePlan:
@@ -144,8 +152,11 @@ def _plan(session: Session, job: SaveJob) -> SavePlan:
     return job.plan
 
 
-def _reserve(session: Session, job: SaveJob, plan: SavePlan) -> Staged:
-    """Begin the checkpoint on the first rank, and take this rank's memory."""
+def _reserve(session: Session, job: SaveJob, plan: SavePlan, *, may_wait: bool) -> Staged | None:
+    """Begin the checkpoint on the first rank, and take this rank's memory.
+
+    Returns None if that has to wait for earlier saves, unless it `may_wait`.
+    """
     job.memory.close()
     write_plan = plan.write_plan()
     _abort(session, job)
@@ -161,11 +172,17 @@ def _reserve(session: Session, job: SaveJob, plan: SavePlan) -> Staged:
             # Each rank writes one, as a rule.
             files=session.world_size,
         )
-        job.needs_room = session.writable.begin(
-            job.wanted, overwrite=job.overwrite, wait_for_saves=lambda: _wait_for_saves(session, job)
+        needs_room = session.writable.begin(
+            job.wanted,
+            overwrite=job.overwrite,
+            wait_for_saves=(lambda: _wait_for_saves(session, job)) if may_wait else None,
         )
+        if needs_room is None:
+            return None
+        job.needs_room = needs_room
     size = write_plan.staged_bytes
-    session.budget.take(size, job.what)
+    if not session.budget.take(size, job.what, may_wait=may_wait):
+        return None
     job.memory.callback(session.budget.give_back, size)
     staged = Staged(write_plan)
     job.memory.callback(staged.release)

@@ -38,8 +38,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "verify",
         summary="read every byte again",
-        description="Read every byte of the published checkpoints and compare it with the recorded checksums. A folder "
-        "with the name of a checkpoint that is none is an error too.",
+        description="Read every byte of the published checkpoints and compare it with the recorded checksums; print a "
+        "line for each. A folder with the name of a checkpoint that is none is damaged too.",
     )
     _add_root(verify)
     verify.add_argument("--step", type=int, metavar="N", help="only the checkpoints of this step")
@@ -129,13 +129,13 @@ def _set_aside_in(root: Path) -> dict[Path, int]:
 
 
 def run_verify(options: argparse.Namespace) -> dict[str, Any]:
-    """`tundish checkpoint verify`: all are looked at before a damaged one is an error."""
+    """`tundish checkpoint verify`: a line for each checkpoint, whole or damaged."""
     _check_is_ours(options.root)
     whole, broken = _survey(options.root)
-    damaged = [
-        CorruptCheckpointError(f"{checkpoint.path} is not a whole checkpoint: {checkpoint.reason}")
-        for checkpoint in broken
-        if options.step in (None, checkpoint.step)
+    damaged: list[tuple[Checkpoint | Damaged, CorruptCheckpointError]] = [
+        (one, CorruptCheckpointError(f"{one.path} is not a whole checkpoint: {one.reason}"))
+        for one in broken
+        if options.step in (None, one.step)
     ]
     verified: list[tuple[Checkpoint, list[str]]] = []
     for checkpoint in whole:
@@ -147,18 +147,31 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
             # It was removed meanwhile.
             continue
         except CorruptCheckpointError as error:
-            damaged.append(error)
-    if damaged:
-        raise _all_of(damaged)
-    if not verified:
+            damaged.append((checkpoint, error))
+    if not verified and not damaged:
         step = "" if options.step is None else f" of step {options.step}"
         raise NotFoundError(_NO_ENTRY, f"there is no checkpoint{step} to verify", str(options.root))
-    return {
+    lines = [(one, f"✓ {one.path.name:<18}{_said(unsummed)}") for one, unsummed in verified]
+    lines += [(one, f"✗ {one.path.name:<18}{printable(str(error))}") for one, error in damaged]
+    lines.sort(key=lambda line: (line[0].kind, line[0].step))
+    result: dict[str, Any] = {
         "json": {
             "verified": [{**_described(one), "without_checksum": unsummed} for one, unsummed in verified]
         },
-        "text": "\n".join(f"{one.path}: {_said(unsummed)}" for one, unsummed in verified),
+        "text": "\n".join(text for _, text in lines),
     }
+    if damaged:
+        newest = max((one.step for one, _ in verified if one.kind == "dcp"), default=None)
+        remedy = (
+            "none of these can be resumed from" if newest is None else f"step {newest} can be resumed from"
+        )
+        result["problems"] = [
+            f"damaged: {len(damaged)} of {format_count(len(lines), 'checkpoint')}; move or delete them; {remedy}"
+        ]
+        message = str(_all_of([error for _, error in damaged]))
+        result["json"]["error"] = {"kind": "CorruptCheckpointError", "message": message, "exit_code": 1}
+        result["exit_code"] = 1
+    return result
 
 
 def _said(unsummed: list[str]) -> str:
@@ -232,7 +245,12 @@ def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
         raise NotFoundError(_NO_ENTRY, "no such folder: give the root of a Checkpointer", str(root))
     if not root.is_dir():
         raise InvalidInputError(f"{root} is a file: give the folder of the checkpoints")
-    return open_readonly(root).survey()
+    found = open_readonly(root).survey()
+    if not any(found) and (root / "plan.json").is_file():
+        raise InvalidInputError(
+            f"{root} is the folder of a packing plan: `tundish plan show {root}` shows it"
+        )
+    return found
 
 
 def _check_is_ours(root: Path) -> None:

@@ -16,7 +16,8 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tundish.checkpoint.dcp.reader import TensorReader
 from tundish.checkpoint.dcp.state import (
     AbsentState,
     FlattenedState,
+    Keys,
     absent_states,
     check_can_set,
     check_fit,
@@ -44,8 +46,15 @@ from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read
 from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint, open_folder
 from tundish.checkpoint.readonly import ReadonlyRoot
 from tundish.checkpoint.root import Published, Root, check_step, format_steps, name_of, path_of
+from tundish.checkpoint.tensors import tied_names
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
-from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
+from tundish.errors import (
+    CorruptCheckpointError,
+    InvalidTypeError,
+    NotFoundError,
+    StateMismatchError,
+    format_type,
+)
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -54,6 +63,35 @@ _MOST_NAMED = 5
 
 # `extra`, and the `rank_extra` of every rank that saved.
 Loaded = tuple[dict[str, Any], Mapping[int, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A verified checkpoint before any tensor is read.
+
+    Attributes:
+        path: of the checkpoint.
+        step: of the checkpoint; None where it was opened by its path.
+        paths: the name of each value of the state dict to the keys that lead to it; keys of mappings are text.
+        tensors: size, dtype and parts of the values that are tensors, by name.
+        read_object: reads a value that is no tensor, by name.
+        extra: of its save.
+        rank_extras: of each rank that saved, by rank.
+        voter: of the ranks that load.
+    """
+
+    path: Path
+    step: int | None
+    paths: Mapping[str, Keys]
+    tensors: Mapping[str, TensorStorageMetadata]
+    read_object: Callable[[str], Any]
+    extra: dict[str, Any]
+    rank_extras: Mapping[int, Any]
+    voter: Voter
+
+
+# The state dict to load into, or a function that makes it from what the checkpoint holds; it may refuse that.
+Target = dict[str, Any] | Callable[[SavedState], dict[str, Any]]
 
 
 def load_dcp(
@@ -105,15 +143,18 @@ def load_dcp(
 
 
 def load_from_root(
-    state_dict: dict[str, Any],
+    target: Target,
     root: ReadonlyRoot,
     step: int | None,
     *,
     verify: bool,
     trusted: Sequence[type],
     voter: Voter,
-) -> tuple[int, Loaded]:
-    """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says; returns its step too."""
+) -> tuple[int, Loaded] | None:
+    """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says; returns its step too.
+
+    Returns None, on all ranks, if no step is named and there is no checkpoint.
+    """
     what = "choosing the checkpoint to load"
     with voter.agreed(what, same=same_arguments(call="load_dcp", step=repr(step), verify=bool(verify))):
         if step is not None:
@@ -123,7 +164,7 @@ def load_from_root(
         name = name_of("dcp", step)
         lock = functools.partial(_lock, reader, name)
         with open_checkpoint(lock, name, step=step, every_byte=verify, voter=voter) as checkpoint:
-            return step, _load_verified(state_dict, checkpoint, trusted)
+            return step, _load_verified(target, checkpoint, trusted)
     candidates = _CandidateCheckpoints(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
@@ -136,18 +177,13 @@ def load_from_root(
                 error = caught
             step = json.loads(voter.broadcast(json.dumps(proposed), error, what=what))
             if step is None:
-                # On all ranks: a first start is not the failure of one rank.
-                raise NotFoundError(
-                    errno.ENOENT,
-                    "there is no DCP checkpoint: train from the start, or give the root of an earlier run",
-                    str(root.path),
-                )
+                return None
             name = name_of("dcp", step)
             lock = functools.partial(_lock, reader, name)
             with open_checkpoint(lock, name, step=step, every_byte=verify, voter=voter) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
-                    return step, _load(state_dict, checkpoint, trusted)
+                    return step, _load(target, checkpoint, trusted)
         candidates.skip(step, problem, is_logged=voter.is_first)
 
 
@@ -218,23 +254,32 @@ def _lock(root: Root, name: str) -> Iterator[Published]:
         yield published
 
 
-def _load_verified(state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
+def no_checkpoint(root: Path) -> NotFoundError:
+    """The error of a call that needs a checkpoint where there is none."""
+    return NotFoundError(
+        errno.ENOENT,
+        "there is no DCP checkpoint: train from the start, or give the root of an earlier run",
+        str(root),
+    )
+
+
+def _load_verified(target: Target, checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
     """Collective: load an open checkpoint."""
     voter, problem = checkpoint.voter, checkpoint.verify()
     if problem is not None:
         with voter.agreed(f"verifying {checkpoint.path}"):
             if voter.is_first:
                 raise problem
-    return _load(state_dict, checkpoint, trusted)
+    return _load(target, checkpoint, trusted)
 
 
-def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
+def _load(target: Target, checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
     voter = checkpoint.voter
     with voter.agreed(f"reading the metadata of {checkpoint.path}"):
         rank_extras = RankExtras(checkpoint)
         checkpoint.check({METADATA})
-        load = _Load(state_dict, checkpoint, names_of(trusted))
-        load.prepare()
+        load = _Load(checkpoint, names_of(trusted))
+        load.prepare(target if isinstance(target, dict) else _made(target, load, rank_extras))
         if voter.is_first:
             load.warn()
     with voter.agreed(f"loading {checkpoint.path}"):
@@ -242,16 +287,19 @@ def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: Seque
     return checkpoint.extra, rank_extras
 
 
+def _made(target: Any, load: _Load, rank_extras: RankExtras) -> dict[str, Any]:
+    if not callable(target):
+        raise InvalidTypeError(f"the state dict is {format_type(target)}: give a dict to load into")
+    made: dict[str, Any] = target(load.saved_state(rank_extras))
+    return made
+
+
 class _Load:
     """The local steps of `torch.distributed.checkpoint.load`; loading has no others."""
 
-    def __init__(
-        self, state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: frozenset[tuple[str, str]]
-    ) -> None:
-        if not isinstance(state_dict, dict):
-            raise InvalidTypeError(f"the state dict is {format_type(state_dict)}: give a dict to load into")
-        self._target = state_dict
-        self._state = plain_state(state_dict)
+    def __init__(self, checkpoint: OpenCheckpoint, trusted: frozenset[tuple[str, str]]) -> None:
+        self._target: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
         self._checkpoint = checkpoint
         self._path = checkpoint.path
         self._trusted = trusted
@@ -266,8 +314,24 @@ class _Load:
         # By name: the values that are no tensors.
         self._objects: dict[str, Any] = {}
 
-    def prepare(self) -> None:
+    def saved_state(self, rank_extras: Mapping[int, Any]) -> SavedState:
+        """What the checkpoint holds."""
+        about = self._metadata.state_dict_metadata
+        known: Mapping[str, Any] = self._metadata.planner_data or {}
+        return SavedState(
+            path=self._path,
+            step=self._checkpoint.step,
+            paths={name: known.get(name, (name,)) for name in about},
+            tensors={name: one for name, one in about.items() if isinstance(one, TensorStorageMetadata)},
+            read_object=self._read_object,
+            extra=self._checkpoint.extra,
+            rank_extras=rank_extras,
+            voter=self._checkpoint.voter,
+        )
+
+    def prepare(self, target: dict[str, Any]) -> None:
         """Check that the state dict fits, read everything except tensors, and plan which tensors are read."""
+        self._target, self._state = target, plain_state(target)
         if not self._state:
             return
         self._flat = flatten_state(self._state)
@@ -281,10 +345,42 @@ class _Load:
             if name not in tensors:
                 check_can_set(self._state, self._flat.structure.paths[name])
         self._objects = {name: self._read_object(name) for name in wanted if name not in tensors}
+        for first, *others in tied_names(tensors):
+            for other in others:
+                self._refuse_untied(first, other)
+                # It is the same memory.
+                del tensors[other]
         self._planner.set_up_planner(tensors, self._metadata, is_coordinator=False)
         self._plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
         places = self._reader.storage_data
         self._checkpoint.check({places[item.storage_index].relative_path for item in self._plan.items})
+
+    def _refuse_untied(self, first: str, other: str) -> None:
+        """Refuse two names of one tensor under which the checkpoint has different values: one of them would be lost.
+
+        Each rank compares a part of the values.
+        """
+        one, two = (self._metadata.state_dict_metadata[name] for name in (first, other))
+        voter, places = self._checkpoint.voter, self._reader.storage_data
+        is_same = False
+        if isinstance(one, TensorStorageMetadata) and isinstance(two, TensorStorageMetadata):
+            chunks = {tuple(chunk.offsets): chunk.sizes for chunk in one.chunks}
+            is_same = one.properties.dtype == two.properties.dtype and chunks == {
+                tuple(chunk.offsets): chunk.sizes for chunk in two.chunks
+            }
+            own = one.chunks[voter.index :: len(voter.ranks)]
+            is_same = is_same and all(
+                self._reader.are_equal(
+                    *(places[MetadataIndex(name, chunk.offsets)] for name in (first, other))
+                )
+                for chunk in own
+            )
+        if not is_same:
+            raise StateMismatchError(
+                f"{first!r} and {other!r} are one tensor here, and have different values in the checkpoint "
+                f"{self._path}: load into a model that does not tie them (transformers: tie_word_embeddings=False), "
+                "or remove one of the two from the state dict"
+            )
 
     def warn(self) -> None:
         """Warn of a checkpoint of another user, and of state that is not loaded."""

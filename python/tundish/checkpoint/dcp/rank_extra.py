@@ -1,10 +1,11 @@
 """The state that each rank saves for itself (`rank_extra`): its JSON form, and reading that of all ranks on demand.
 
-JSON holds builtin containers and scalars, bytes, tensors and arrays. If each of ten thousand ranks read all of them,
-they would open a hundred million files.
+JSON holds builtin containers, scalars, counters, bytes, tensors and arrays. If each of ten thousand ranks read all of
+them, they would open a hundred million files.
 
 Invariants:
-    - A value comes back equal and with the same type; a subclass of a builtin comes back as the builtin.
+    - A value comes back equal and with the same type; a subclass of a builtin comes back as the builtin, except for
+      `Counter`, in which schedulers keep their milestones.
     - Reading runs no code from the file, unlike a pickle.
     - An access returns the saved value, checked by its checksum, or raises. It does not protect the checkpoint from
       removal or replacement.
@@ -16,6 +17,7 @@ import base64
 import errno
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,8 @@ def _encoded(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else {_TAG: ["tuple", items]}
     if isinstance(value, Mapping):
         items = [(_encoded(key, where), _encoded(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        if isinstance(value, Counter):
+            return {_TAG: ["counter", items]}
         if all(isinstance(key, str) for key in value) and _TAG not in value:
             return dict(items)
         return {_TAG: ["dict", items]}
@@ -138,6 +142,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "bytes": _data,
     "tuple": lambda items: tuple(_decoded(item) for item in items),
     "dict": lambda items: {_decoded(key): _decoded(item) for key, item in items},
+    "counter": lambda items: Counter({_decoded(key): _decoded(item) for key, item in items}),
     "tensor": _tensor,
     "array": _array,
     "scalar": lambda dtype, shape, text: _array(dtype, shape, text)[()],

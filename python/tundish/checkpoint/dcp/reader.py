@@ -113,6 +113,22 @@ class TensorReader(FileSystemReader):
         planner.commit_tensor(item, target)
         return True
 
+    def are_equal(self, one: Any, other: Any) -> bool:
+        """Whether two places of the checkpoint hold the same bytes."""
+        if one.length != other.length:
+            return False
+        with (
+            self._published.open(one.relative_path) as file,
+            self._published.open(other.relative_path) as second,
+        ):
+            file.seek(one.offset)
+            second.seek(other.offset)
+            for start in range(0, one.length, _PIECE):
+                size = min(_PIECE, one.length - start)
+                if file.read(size) != second.read(size):
+                    return False
+        return True
+
     def _stored(self, file: BinaryIO, item: ReadItem) -> _StoredTensor | None:
         """The tensor of an item, if the item has the torch record format."""
         about = self._about.get(item.storage_index.fqn)

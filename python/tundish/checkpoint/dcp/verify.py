@@ -47,6 +47,7 @@ class OpenCheckpoint:
     Attributes:
         published: the locked checkpoint.
         lock: locks it once more.
+        step: that it was opened for; None for any.
         extra: the `extra` of its save.
         savers: the number of ranks that saved it.
         files: name, size in bytes and checksum of each file.
@@ -59,6 +60,7 @@ class OpenCheckpoint:
         described, files, checksum = published.describe()
         self.published = published
         self.lock = lock
+        self.step = step
         self.path = published.path
         self.voter = voter
         self._every_byte = every_byte

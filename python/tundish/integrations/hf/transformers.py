@@ -12,14 +12,11 @@ import dataclasses
 import errno
 import json
 import os
-import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tundish.checkpoint import (
@@ -31,8 +28,10 @@ from tundish.checkpoint import (
     load_adapters,
     load_chosen,
     open_readonly,
+    random_states,
     refuse_encoded,
     refuse_mixed,
+    set_random_states,
     start_new_run,
 )
 from tundish.distributed import voter_of
@@ -264,7 +263,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 "trainer": self._trainer_state(),
                 "scheduler": self.lr_scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
-                "random": _random_states(),
+                "random": random_states(),
             },
         )
 
@@ -327,7 +326,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._resumed["random"] is not None:
-            _set_random_states(self._resumed["random"])
+            set_random_states(self._resumed["random"])
 
     def _load_best_model(self) -> None:
         self.checkpointer.wait()
@@ -344,26 +343,3 @@ def _best_steps_of(best_step: int | None, best_checkpoint: str | None) -> frozen
     kind, _, number = Path(best_checkpoint or "").name.partition("-")
     saved = {int(number)} if kind == "hf" and number.isdecimal() else set()
     return frozenset(saved | ({best_step} if best_step else set()))
-
-
-def _random_states() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global generator)
-    return {
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-        "numpy": {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
-        "torch": torch.random.get_rng_state(),
-        "cuda": torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    python, numpy = states["python"], states["numpy"]
-    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    np.random.set_state(  # noqa: NPY002 (as above)
-        (numpy["name"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"])
-    )
-    torch.random.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        # The saving run may have had more devices.
-        torch.cuda.random.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
