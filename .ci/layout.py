@@ -28,11 +28,9 @@ PUBLIC = ("tundish.errors", "tundish.integrations.")
 # Modules with one importer, each with the reason why it is not part of that one.
 SINGLE_IMPORTER: dict[str, str] = {
     "tundish.checkpoint.dcp.reader": "reads torch's records in place, apart from what a load checks",
-    "tundish.checkpoint.dcp.save": "one format of checkpoints",
     "tundish.checkpoint.hf.export": "one format of checkpoints",
     "tundish.checkpoint.hf.sidecars": "configs, code and tokenizer, apart from the weights",
     "tundish.checkpoint.publish": "the background half of a save",
-    "tundish.checkpoint.start_save": "the caller's half of a save",
     "tundish.packing.attention": "imports FlexAttention, which takes a second",
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",
