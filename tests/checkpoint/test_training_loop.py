@@ -100,10 +100,10 @@ class Run:
             loss.backward()
             self.optimizer.step()
             if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
-                self.scheduler.step(float(loss))
+                self.scheduler.step(loss.item())
             elif self.scheduler is not None:
                 self.scheduler.step()
-            found.append((float(loss), [group["lr"] for group in self.optimizer.param_groups]))
+            found.append((loss.item(), [group["lr"] for group in self.optimizer.param_groups]))
         return found
 
 
@@ -250,7 +250,7 @@ def test_several_models_optimizers_and_scalers(tmp_path: Path) -> None:
             optimizer.zero_grad()
             scheduler.step()
         objects["scaler"].update()
-        return float(loss)
+        return loss.item()
 
     objects, resumed = make(1), make(2)
     step(objects)
@@ -376,7 +376,7 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"loader": loader}, InvalidTypeError, "loader is a DataLoader, which has no state_dict"),
         ({"model": None}, InvalidInputError, "optimizer was given without a model"),
-        ({"model": nn.Linear(2, 2)}, InvalidInputError, "optimizer has 8 parameters that the model does not"),
+        ({"model": nn.Linear(2, 2)}, InvalidInputError, "optimizer has 7 parameters that the model does not"),
         ({"model": [run.model]}, InvalidTypeError, "model is a list: give an nn.Module, or a dict"),
         ({"model": {"train": run.model}}, InvalidInputError, "model has the name 'train'"),
         ({"optimizer": {"a.b": run.optimizer}}, InvalidInputError, r"optimizer has the name 'a\.b'"),

@@ -81,8 +81,8 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.scheduler.step(float(loss))
-        return float(loss)
+        self.scheduler.step(loss.item())
+        return loss.item()
 
 
 def train(rank: int, line: Line) -> None:

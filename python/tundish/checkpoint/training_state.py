@@ -428,11 +428,9 @@ class _OptimizerLoad:
         if len(groups) != len(self._names):
             here = format_count(len(self._names), "parameter group")
             return f"{self.key} has {here} here and {len(groups)} in it"
-        number, (here, there) = next(
-            (number, (set(own), set(saved)))
-            for number, (own, saved) in enumerate(zip(self._names, groups, strict=True))
-            if set(own) != set(saved)
-        )
+        pairs = [(set(own), set(saved)) for own, saved in zip(self._names, groups, strict=True)]
+        number = next(number for number, (own, saved) in enumerate(pairs) if own != saved)
+        here, there = pairs[number]
         parts = []
         if here - there:
             parts.append(f"only here {format_list(sorted(map(str, here - there)))}")
@@ -505,16 +503,16 @@ def _check_parameters(key: str, optimizer: torch.optim.Optimizer, module: nn.Mod
 
 def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """torch's `get_optimizer_state_dict`, which makes the state of a new optimizer by a step; this does not."""
-    first = next((one for group in optimizer.param_groups for one in group["params"]), None)
-    is_new = first is not None and not optimizer.state
-    if is_new:
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    entries = [] if optimizer.state else parameters[:1]
+    for parameter in entries:
         # torch takes any entry for a state.
-        optimizer.state[first] = {}
+        optimizer.state[parameter] = {}
     try:
         state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
     finally:
-        if is_new:
-            del optimizer.state[first]
+        for parameter in entries:
+            del optimizer.state[parameter]
     return state
 
 

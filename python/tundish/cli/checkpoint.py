@@ -151,7 +151,9 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     if not verified and not damaged:
         step = "" if options.step is None else f" of step {options.step}"
         raise NotFoundError(_NO_ENTRY, f"there is no checkpoint{step} to verify", str(options.root))
-    lines = [(one, f"✓ {one.path.name:<18}{_said(unsummed)}") for one, unsummed in verified]
+    lines: list[tuple[Checkpoint | Damaged, str]] = [
+        (one, f"✓ {one.path.name:<18}{_said(unsummed)}") for one, unsummed in verified
+    ]
     lines += [(one, f"✗ {one.path.name:<18}{printable(str(error))}") for one, error in damaged]
     lines.sort(key=lambda line: (line[0].kind, line[0].step))
     result: dict[str, Any] = {

@@ -185,6 +185,7 @@ class DispatchLoader(Generic[T_co]):
 
     Attributes:
         is_padding: whether this rank's last batch only fills up the last step.
+        resumes_on_any_ranks: True: one state serves every number of ranks.
 
     Raises:
         InvalidInputError, InvalidTypeError: an argument cannot be used, also a loader that reads only one rank's part
@@ -210,6 +211,8 @@ class DispatchLoader(Generic[T_co]):
         >>> loader.close()
     """
 
+    # A state of any rank is right for every number of ranks.
+    resumes_on_any_ranks = True
     # Until the constructor has succeeded.
     _is_closed = True
 
