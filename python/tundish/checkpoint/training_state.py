@@ -426,8 +426,8 @@ class _OptimizerLoad:
     def _difference(self, groups: Sequence[Sequence[Any]]) -> str:
         """How the groups of the checkpoint differ from those of the optimizer."""
         if len(groups) != len(self._names):
-            here = format_count(len(self._names), "parameter group")
-            return f"{self.key} has {here} here and {len(groups)} in it"
+            count = format_count(len(self._names), "parameter group")
+            return f"{self.key} has {count} here and {len(groups)} in it"
         pairs = [(set(own), set(saved)) for own, saved in zip(self._names, groups, strict=True)]
         number = next(number for number, (own, saved) in enumerate(pairs) if own != saved)
         here, there = pairs[number]
