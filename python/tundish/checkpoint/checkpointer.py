@@ -27,7 +27,7 @@ from tundish.checkpoint.root import Checkpoint, Root, check_step, name_of, plain
 from tundish.checkpoint.save_job import Save, SaveJob, check_wait
 from tundish.checkpoint.session import open_session, open_sessions
 from tundish.checkpoint.start_save import start_save
-from tundish.checkpoint.training_state import TrainingArguments, resume_training, save_training
+from tundish.checkpoint.training_state import Resumption, TrainingArguments, save_training
 from tundish.checkpoint.write_plan import DEFAULT_SHARD_BYTES, Staging
 from tundish.errors import InvalidInputError, TimedOutError
 
@@ -200,10 +200,11 @@ class Checkpointer(ReadonlyRoot):
             >>> save.result().name
             'dcp-100'
         """
-        return save_training(
-            self,
+        save = save_training(
+            self._session,
             step,
             TrainingArguments(model, optimizer, scheduler, loader, scaler),
+            saves=self._saves + 1,
             extra=extra,
             rng=rng,
             hf=hf,
@@ -211,6 +212,8 @@ class Checkpointer(ReadonlyRoot):
             export={"config": config, "tokenizer": tokenizer},
             job={"tag": tag, "overwrite": overwrite, "blocking": blocking},
         )
+        self._saves += 1
+        return save
 
     def resume(
         self,
@@ -260,7 +263,15 @@ class Checkpointer(ReadonlyRoot):
             (7, {'epoch': 1})
         """
         given = TrainingArguments(model, optimizer, scheduler, loader, scaler)
-        return resume_training(self, given, step, strict=strict, verify=verify)
+        resumption = Resumption(given, strict=strict)
+        loaded = self._load_if_any(
+            resumption.target, step, verify=verify, trusted=(), call="resume", check=resumption.check
+        )
+        if loaded is not None:
+            resumption.apply(self._session)
+        self.extra, self._saves = resumption.extra, resumption.saves
+        self.discard_after(resumption.step)
+        return resumption.step
 
     # ---- Saving ----
 

@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,9 @@ from tundish.checkpoint.dcp.load import SavedState
 from tundish.checkpoint.dcp.plan import SavePlanner
 from tundish.checkpoint.dcp.save import DcpSave
 from tundish.checkpoint.dcp.state import Keys, flatten_state
-from tundish.checkpoint.root import name_of, plain_step
+from tundish.checkpoint.root import plain_step
 from tundish.checkpoint.save_job import Save, SaveJob
+from tundish.checkpoint.session import Session
 from tundish.checkpoint.start_save import start_save
 from tundish.checkpoint.write_plan import Staging
 from tundish.errors import (
@@ -49,9 +50,6 @@ from tundish.errors import (
     format_list,
     format_type,
 )
-
-if TYPE_CHECKING:
-    from tundish.checkpoint.checkpointer import Checkpointer
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -72,10 +70,11 @@ class TrainingArguments(NamedTuple):
 
 
 def save_training(
-    checkpointer: Checkpointer,
+    session: Session,
     step: int,
     given: TrainingArguments,
     *,
+    saves: int,
     extra: Mapping[str, Any] | None,
     rng: bool,
     hf: bool | int,
@@ -83,48 +82,21 @@ def save_training(
     export: Mapping[str, Any],
     job: Mapping[str, Any],
 ) -> Save:
-    """Collective: `Checkpointer.save`. `export` and `job`: the other arguments of an export, and of both saves."""
-    session, saves = checkpointer._session, checkpointer._saves + 1
+    """Collective: `Checkpointer.save`, the save number `saves` of the run.
+
+    `export` and `job` have the other arguments of the export, and of both saves.
+    """
     fields: dict[str, Any] = {"step": plain_step(step), "call": "save", **job}
     with session.collective("save"):
         plan = functools.partial(
             _plan_save, session.planner, given, saves=saves, hf=hf, rng=rng, extra=extra, staging=staging
         )
         save = start_save(session, SaveJob(kind="dcp", make_plan=plan, extra=extra, **fields))
-        checkpointer._saves = saves
         if _is_export_due(hf, saves):
             optimizers = list(_named("optimizer", given.optimizer).values())
             make = session.export_plan(given.model, staging=staging, optimizer=optimizers, **export)
             save.export = start_save(session, SaveJob(kind="hf", make_plan=make, **fields))
     return save
-
-
-def resume_training(
-    checkpointer: Checkpointer, given: TrainingArguments, step: int | None, *, strict: bool, verify: bool
-) -> int:
-    """Collective: `Checkpointer.resume`."""
-    started, session = time.monotonic(), checkpointer._session
-    resumption = _Resumption(given, strict=strict)
-    loaded = checkpointer._load_if_any(
-        resumption.target, step, verify=verify, trusted=(), call="resume", check=resumption.check
-    )
-    found: int = 0
-    checkpointer.extra, checkpointer._saves = {}, 0
-    if loaded is not None:
-        found, (extra, rank_extras) = loaded
-        with session.collective("resume"), session.agreed("resume: giving the states to their objects"):
-            resumption.apply()
-        checkpointer.extra, checkpointer._saves = extra, resumption.saves
-    checkpointer.discard_after(found)
-    if loaded is not None and session.voter.is_first:
-        _logger.info(
-            "resumed from %s on %s in %.1f s; %s saved it",
-            checkpointer.path / name_of("dcp", found),
-            format_count(session.world_size, "rank"),
-            time.monotonic() - started,
-            format_count(len(rank_extras), "rank"),
-        )
-    return found
 
 
 class _TrainingState:
@@ -223,7 +195,7 @@ def _is_export_due(hf: Any, saves: int) -> bool:
     return saves % hf == 0
 
 
-class _Resumption:
+class Resumption:
     """Loads a checkpoint into the objects of a training loop: `check`, `target`, the loading itself, then `apply`.
 
     Args:
@@ -231,13 +203,18 @@ class _Resumption:
         strict: whether to refuse what does not fit; else it is left out, with a line in the log.
 
     Attributes:
+        step: of the checkpoint; 0 where there is none.
+        extra: of its save.
         saves: how many saves the run had made.
     """
 
     def __init__(self, given: TrainingArguments, *, strict: bool) -> None:
-        self.saves = 0
+        self.step = self.saves = 0
+        self.extra: Mapping[str, Any] = {}
+        self._started = time.monotonic()
         self._given = given
         self._strict = strict
+        self._saved: SavedState | None = None
         self._state: dict[str, Any] = {}
         self._optimizers: list[_OptimizerLoad] = []
         # The states of the other objects, by name.
@@ -257,6 +234,7 @@ class _Resumption:
         Raises:
             StateMismatchError: the checkpoint does not fit, if `strict`.
         """
+        self._saved, self.step, self.extra = saved, saved.step or 0, saved.extra
         own = self._states_of_rank(saved)
         known = {path[0] for path in saved.paths.values()} | own.keys()
         self._differences += [f"it has no {key}" for key in self._training.names if key not in known]
@@ -285,20 +263,29 @@ class _Resumption:
                 _logger.warning("%s is loaded without what does not fit: %s", saved.path, text)
         return {key: part for key, part in self._state.items() if part}
 
-    def apply(self) -> None:
-        """Give the loaded state to the objects."""
-        module, weights = self._training.module, self._state.get("model")
-        if module is not None and weights:
-            # It holds the parameters themselves, and states that modules keep beside them.
-            set_model_state_dict(module, dict(weights), options=StateDictOptions(strict=self._strict))
-        for key, state in self._own.items():
-            self._training.others[key].load_state_dict(state)
-        # After the schedulers, as torch asks for: the learning rates are those of the optimizer's state.
-        for load in self._optimizers:
-            load.apply(self._state[load.key])
-        # Last, since loading may draw random numbers.
-        if self._random is not None:
-            self._random()
+    def apply(self, session: Session) -> None:
+        """Collective: give the loaded state to the objects."""
+        with session.collective("resume"), session.agreed("resume: giving the states to their objects"):
+            module, weights = self._training.module, self._state.get("model")
+            if module is not None and weights:
+                # It holds the parameters themselves, and states that modules keep beside them.
+                set_model_state_dict(module, dict(weights), options=StateDictOptions(strict=self._strict))
+            for key, state in self._own.items():
+                self._training.others[key].load_state_dict(state)
+            # After the schedulers, as torch asks for: the learning rates are those of the optimizer's state.
+            for load in self._optimizers:
+                load.apply(self._state[load.key])
+            # Last, since loading may draw random numbers.
+            if self._random is not None:
+                self._random()
+        if self._saved is not None and session.voter.is_first:
+            _logger.info(
+                "resumed from %s on %s in %.1f s; %s saved it",
+                self._saved.path,
+                format_count(session.world_size, "rank"),
+                time.monotonic() - self._started,
+                format_count(len(self._saved.rank_extras), "rank"),
+            )
 
     def _states_of_rank(self, saved: SavedState) -> dict[str, Any]:
         """The states of single objects, by name: those of this rank if as many ranks saved, else the first rank's."""
