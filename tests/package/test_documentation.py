@@ -125,7 +125,7 @@ def test_docstring(example: doctest.DocTest) -> None:
 
 
 def test_the_rtensor_guide_works_in_two_processes() -> None:
-    guide = CHECKOUT / "docs" / "rtensor.md"
+    guide = CHECKOUT / "docs" / "guides" / "rtensor.md"
     first = next(blocks(guide.read_text(encoding="utf-8"))).text
     here, there, back = re.split(
         r"^# In the (?:process that uses|first process) .*\n", first, flags=re.MULTILINE

@@ -1,4 +1,4 @@
-"""Packing takes the memory that docs/packing.md says, whatever the number of samples, and gives it back."""
+"""Packing takes the memory that docs/guides/plan-files.md says, whatever the number of samples, and gives it back."""
 
 from __future__ import annotations
 
