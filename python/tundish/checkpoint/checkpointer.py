@@ -433,8 +433,8 @@ class Checkpointer(ReadonlyRoot):
     def protect(self, step: int) -> None:
         """Keep the checkpoints of `step` whatever retention says, as long as this checkpointer is open. Not collective.
 
-        Any rank may protect any step. The first rank removes old checkpoints. It learns of the step with the next save
-        that begins.
+        Any rank may protect any step. The first rank removes old checkpoints, so protection by other ranks takes effect
+        at the next save.
 
         Args:
             step: a step that is published or being saved.

@@ -185,7 +185,7 @@ class LazyCopy:
     def __init__(self, blocks: Sequence[BufferCopy], optimizers: Sequence[Any]) -> None:
         # One processor is left to the training.
         self._copy = EagerCopy(blocks, max(1, torch.get_num_threads() - 1))
-        # Without the buffer, which is released before the sources.
+        # Does not keep the buffer alive.
         self._watched = [(block.names, block.sources, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
         self._issued = threading.Event()
@@ -287,7 +287,7 @@ class _StepGate:
             pending = list(self._pending)
         for copy in pending:
             copy.before_step()
-            # Only now: after a wait that Ctrl-C ended, the next step waits again.
+            # Remove after waiting, so that an interrupted wait is repeated.
             self.discard(copy)
 
 

@@ -81,7 +81,7 @@ class Finalizer:
             CallbackError: the save is published, and a callback failed.
             Exception: the error of the save, the same on all ranks. Its files are still there: call `abandon`.
         """
-        # The vote that made the voter was the first.
+        # Vote 0 belongs to the constructor.
         self.voter.skip_to(1 + _VOTES * job.number)
         try:
             staged = self._stage(job)
@@ -118,7 +118,7 @@ class Finalizer:
             raise CallbackError(f"{job.what} is published, but a callback failed: {said}") from failed[0]
 
     def report(self, job: SaveJob, error: BaseException) -> None:
-        """Bring the error of `finish` to the vote that the other ranks may have gone on to. Never raises."""
+        """Fail the vote in which other ranks may already wait. Never raises."""
         if isinstance(error, JobStoreLostError | VoteTimeoutError):
             with contextlib.suppress(Exception):
                 self.voter.vote(error, what=f"{job.what}: going on", timeout=_REPORT_SECONDS)

@@ -291,7 +291,7 @@ def named_tensors(model_or_tensors: Any) -> list[NamedTensors]:
     if len(inputs) > 1:
         refuse_repeated(
             (model.prefix + name for model in inputs for name in model.tensors),
-            "the name {!r} is there twice, under two prefixes: change one of them",
+            "two tensors have the name {!r}, under two prefixes: change one of them",
         )
     return inputs
 
@@ -303,11 +303,11 @@ def check_name(name: object) -> None:
     if not name or name == "__metadata__" or not name.isprintable():
         raise InvalidInputError(f"{name!r} cannot name a tensor: give printable text")
     if ".." in name or name[0] in "/\\" or name[1:3] in (":/", ":\\"):
-        raise InvalidInputError(f"{name!r} cannot name a tensor: as a path it leads elsewhere")
+        raise InvalidInputError(f"the tensor name {name!r} looks like a path ('..', '/'): rename it")
 
 
 def refuse_repeated(names: Iterable[str], message: str) -> None:
-    """Raise `InvalidInputError` with `message`, formatted with the first name that is there twice."""
+    """Raise `InvalidInputError` with `message`, formatted with the first name that two have."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

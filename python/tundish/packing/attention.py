@@ -17,8 +17,8 @@ _BLOCK = 128
 def causal_mask(document_ids: torch.Tensor) -> torch.Tensor:
     """The block-diagonal causal mask of a row, to be added to the scores of attention.
 
-    Floats, because transformers' eager attention adds a mask of booleans to the scores as zeros and ones, without a
-    word. float32, because both its eager and its sdpa attention take it beside queries of any dtype.
+    Not booleans: transformers' eager attention would add them to the scores as zeros and ones, without a word. And in
+    float32: both its eager and its sdpa attention take it beside queries of any dtype.
 
     Args:
         document_ids: The number of the piece of each token, (1, tokens).

@@ -117,9 +117,8 @@ def undo_context_parallel(
 
     Raises:
         InvalidTypeError: `parts` is no list of tensors, or the bounds are no tensor of integers.
-        InvalidInputError: `parts` is empty, their shapes do not fit together, a part has not as many tokens as its rank
-            has of the pieces, the bounds do not rise from 0, or the tokens of a piece are no multiple of twice the
-            number of parts.
+        InvalidInputError: `parts` is empty, or their shapes do not fit together or to the bounds. Or the bounds do not
+            rise from 0, or the tokens of a piece are no multiple of twice the number of parts.
 
     Example:
         >>> import torch

@@ -378,8 +378,7 @@ class PackPlan:
             tokens, tokens_packed, tokens_dropped: Tokens of the ordered samples.
             packs_dropped, packs_repeated, tokens_repeated: What `multiple_of` leaves out or repeats. Tokens of packs
                 that are left out are in tokens_dropped, too.
-            padding: Tokens that the packs lack to `max_length`; padding_align: those of them that `align` adds after
-                pieces.
+            padding: Tokens that the packs lack to `max_length`; padding_align: those due to `align`.
             fill: Share of the packs that tokens take, repeated ones included; 1.0 for an empty plan.
             pieces_per_pack: Mean number of pieces; max_pieces_per_pack: the largest.
             longest: Tokens of the longest piece.
@@ -403,7 +402,7 @@ class PackPlan:
                 left out.
             repeated: Tokens of packs that come again; they are not in `packed`.
             capacity: Packs times `max_length`: `packed` + `repeated` + `padding`.
-            padding: Tokens that packs lack; padding_align: those of them that `align` adds.
+            padding: Tokens that packs lack; padding_align: those due to `align`.
 
         Raises:
             InvalidInputError: The plan has no lengths.
@@ -626,7 +625,7 @@ class PackPlan:
 
 
 class _MappedArray:
-    """Stands in a pickle for an array that is mapped whole from a file; unpickling maps the file again."""
+    """Placeholder in a pickle for an array that is mapped whole from a file; loading maps the file again."""
 
     def __init__(self, array: Any) -> None:
         self._place = (str(array.filename), array.dtype.str, array.offset, len(array))

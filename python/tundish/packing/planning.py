@@ -83,8 +83,8 @@ def pack(
     | "sequential" | Whole samples, in order: a sample that does not fit opens the next pack. |
 
     In hard packing, samples of length 0 inside a pack are pieces of it; those on a boundary belong to no pack. The
-    other modes leave all of them out. The same inputs give the same plan, bit for bit, for any dtype, stride, number
-    of threads and platform.
+    other modes leave all of them out. "ordered" and "sequential" number the packs in the order in which they were
+    opened. The same inputs give the same plan, bit for bit, for any dtype, stride, number of threads and platform.
 
     Args:
         lengths: Tokens of each sample, shape (n,): a numpy array of any integer dtype, a torch tensor, a pyarrow array,
@@ -134,10 +134,10 @@ def pack(
 
     Raises:
         InvalidTypeError: An argument is of the wrong type.
-        InvalidInputError: A length is negative, all lengths add up to 2**63 tokens or more, the order is bad, an
-            argument is out of range or not one of the mode's, a sample is longer than `max_length` with
-            `overlong="error"` or costs more than `max_cost`, `multiple_of` would leave out all packs of a dataset, the
-            plan is larger than memory, or the inputs changed during the call.
+        InvalidInputError: A length is negative, all lengths add up to 2**63 tokens or more, or the order is bad. An
+            argument is out of range or not one of the mode's. A sample is longer than `max_length` with
+            `overlong="error"`, or costs more than `max_cost`. `multiple_of` would leave out all packs of a dataset.
+            The plan is larger than memory, or the inputs changed during the call.
         OutOfMemoryError: The system gave no more memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: The plan that lies there is damaged; the message names the file.

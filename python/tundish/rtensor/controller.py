@@ -75,7 +75,7 @@ class OpenStep(NamedTuple):
         handles: the handles that it claims.
         owners: the ids of their shards, by owner.
         kept: shards that `keep` carries over, by owner and id.
-        kept_by_some: ids that some workers keep though they may end with the step.
+        kept_by_some: ids whose `keep` failed on some worker.
         connections: the number of the connection to each worker.
     """
 
@@ -595,7 +595,7 @@ class PendingRequests:
         for batch in failed:
             answers |= failures_of(self.send_until_done(batch, after=answers))
         raise_failures(
-            "could not be drained, now and before (leave out with update() those that are gone)", answers
+            "could not be drained twice in a row (leave out with update() those that are gone)", answers
         )
 
     def keep_only(self, addresses: Set[str]) -> None:

@@ -49,7 +49,7 @@ def drain_group(store: DrainedStore, voter: Voter, claim: Any) -> None:
     own = json.dumps([sorted(store.kept), bool(claims.keys() - store.own_addresses())])
     kept, removes_elsewhere = json.loads(voter.combine(own, _merged, problem, what="drop what was fetched"))
     if kept:
-        # Claims may be many, and few of them are of kept shards: only these are exchanged.
+        # Exchange only claims on kept shards.
         claimed = {shard_id for ids in claims.values() for shard_id in ids} & set(kept)
         ending = voter.combine(json.dumps(sorted(claimed)), _union, what="exchange what is kept no longer")
         store.drop_kept(set(json.loads(ending)))

@@ -23,8 +23,9 @@ from tundish.rtensor.dense_tensors import STORED_DTYPES, dense
 from tundish.tensor_bytes import raw_bytes
 from tundish.tree import Refusal, find_all
 
-# Codes of msgpack's extension types: of a mark before the items of a tuple, of an integer of more than 64 bits in two's
-# complement, the least significant byte first, of a handle's fields, and of a tensor's dtype, shape and bytes.
+# Codes of msgpack's extension types: of a mark before the items of a tuple, of an integer of more than 64 bits, of a
+# handle's fields, and of a tensor's dtype, shape and bytes. Integers are in two's complement, least significant byte
+# first.
 _TUPLE, _INTEGER, _HANDLE, _TENSOR = 1, 2, 3, 4
 _TUPLE_MARK: Final = ExtType(_TUPLE, b"")
 _PLAIN: Final = frozenset({type(None), bool, float, bytes})

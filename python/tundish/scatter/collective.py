@@ -4,7 +4,7 @@ The first call of a group with a source opens a scatter, which lives as long as 
 
 Invariants:
 - All ranks of a group that call with the same source make the same step.
-- A call that is refused before its scatter is known closes all scatters on this rank that it may be a step of.
+- If a call's arguments are refused, all scatters on this rank that it might belong to are closed.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def _scatter_of(group: Any, src: Any, replicate: Any) -> _Scatter:
 
 
 def _close(known: dict[_Key, _Scatter] | None) -> None:
-    """Close the scatters that a refused call may be a step of; None: all."""
+    """Close the scatters that a refused call might belong to; None: all."""
     with _lock:
         all_scatters = [scatter for of_group in _scatters.values() for scatter in of_group.values()]
     for scatter in all_scatters if known is None else list(known.values()):
         scatter.end(
-            "made a call that was refused for its group, src or replicate, which may have been a step of this "
-            "scatter: make a new group on all ranks for the steps that follow"
+            "passed a bad group, src or replicate, so the scatter is closed: make a new group on all ranks for the "
+            "steps that follow"
         )

@@ -157,7 +157,7 @@ class LoaderStats(ScatterStats):
     ready_steps: int
     """Steps that are prefetched."""
     ready_bytes: int
-    """Bytes of their batches; on the source for each step those of the largest batch."""
+    """Bytes of their batches; the source counts the largest batch of each step."""
 
 
 class DispatchLoader(Generic[T_co]):

@@ -137,7 +137,7 @@ class Epoch:
         """Raise where another rank is gone."""
 
     def steps_before_error(self, error: BaseException) -> int | None:
-        """How many steps the caller may still get, in all, before this error; None for all that are there."""
+        """Total steps handed out before the error is raised; None for all that are there."""
         return 0 if error is self.scatter.end_error else self._ends_after
 
 

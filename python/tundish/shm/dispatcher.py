@@ -31,7 +31,7 @@ from tundish.shm.messages import IN_BUFFER, PARENT_ERROR, BufferMessage
 # The longest sleep before the state is checked again. Answers, Ctrl-C and the end of the pool end it sooner.
 _MAX_SLEEP_SECONDS = 1.0
 _SHUT_DOWN = "the pool is shut down: make another one"
-_ENDED = "the pool was shut down, and ended by force before a worker was free"
+_ENDED = "the pool was shut down before this task started"
 _CANCELLED = "the pool was shut down with cancel=True"
 _INTERRUPTED = "the pool is broken: Ctrl-C interrupted it while answers were handed over; make another one"
 # The id of a task that was cancelled before it came on the queue.

@@ -64,7 +64,9 @@ def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
 
     Args:
         obj: nested containers of tensors, arrays and other values that can be pickled. It is not changed, and must not
-            change meanwhile.
+            change meanwhile. Tensors may be of any dtype and strides, sparse, jagged, subclasses or parameters. They
+            come back with `requires_grad`; without `grad`, graph, dimension names and added attributes. Arrays with a
+            pickle format of their own, such as `MaskedArray`, are pickled whole.
 
     Returns:
         The tensors and the schema. The tensors are the object's own, or views of them, in the order in which they are

@@ -1,7 +1,7 @@
-"""The tensors that travel for an object's plain tensors: which they are, and where they lie in one buffer.
+"""Merges tensors that overlap, so that shared memory is sent once, and lays out one buffer for them.
 
-*Leaves* are the plain tensors of an object. Leaves that overlap are views of one tensor that travels, so shared memory
-travels once. `BufferLayout.leaves` makes the leaves again.
+*Leaves* are the plain tensors of an object. Leaves that overlap are views of one tensor that is sent.
+`BufferLayout.leaves` makes the leaves again.
 
 Invariants:
 

@@ -48,7 +48,8 @@ NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.complex128: np.complex128,
 }
 
-# Numpy's codes of the dtypes that `torch.from_numpy` takes. Of two codes for one width of integer it takes one.
+# Numpy's codes of the dtypes that `torch.from_numpy` takes. numpy has two codes for some integer widths; torch accepts
+# one.
 _TORCH_CODES = frozenset("?bhBHefdFD").union(
     np.dtype(f"{sign}int{bits}").char for sign in ("", "u") for bits in (32, 64)
 )

@@ -44,8 +44,8 @@ const NONE: usize = usize::MAX;
 /// their costs, heaviest first; of equal parts, the one with the lowest index is first.
 ///
 /// # Errors
-/// `Invalid`: a negative length or cost, a total of 2¹²⁸ or more, no parts, more parts than samples, costs of another
-/// number than lengths, or with `equal_counts` a number of samples that is no multiple of `parts`. An interrupt.
+/// `Invalid`: a negative length or cost, a total of 2¹²⁸ or more, no parts, more parts than samples, or costs of another
+/// number than lengths. With `equal_counts` also a number of samples that is no multiple of `parts`. An interrupt.
 pub fn balanced_parts(
     lengths: Integers<'_>,
     parts: usize,

@@ -1,6 +1,6 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
-//! `request` checks the arguments, `integers` and `ordered_samples` read lengths and orders, `scan` hashes them, `packer`
+//! `request` checks the arguments, `integers` and `ordered_samples` read lengths and orders, `scan` hashes them. `packer`
 //! computes a plan, `plan` holds it and looks packs up, `folder` keeps it on disk, `verify` checks it. `mix` orders the
 //! packs of several plans by weight. `balance` splits the samples of one training step over ranks and into
 //! micro-batches. The crate knows neither Python nor torch.

@@ -13,7 +13,7 @@
 //! Invariants:
 //! 1. Shares and due dates are exact integers, so the result does not depend on the processor.
 //! 2. The order of a plan's packs depends on the seed, the plan's number and the epoch alone. So a mix that goes on
-//!    from a beginning repeats no pack before its plan is through.
+//!    from a beginning repeats no pack before its plan is finished.
 
 use crate::error::PackError;
 use crate::integers::Integers;
@@ -29,10 +29,10 @@ const TURNS_A_TICK: usize = 1 << 14;
 /// Bits of the fraction of a floating-point number.
 const FRACTION_BITS: u32 = 52;
 
-/// What happens when a plan is through: when each of its packs was taken in as many epochs as the mix has.
+/// What happens when a plan is finished: after as many passes as the mix has epochs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exhausted {
-    /// The plan goes on in a new order. The mix ends when all plans are through.
+    /// The plan goes on in a new order. The mix ends when all plans are finished.
     Repeat,
     /// The mix ends.
     Stop,
@@ -62,9 +62,9 @@ pub struct MixRequest<'a> {
     pub weights: &'a [f64],
     /// Seed of the orders of the plans' packs.
     pub seed: u32,
-    /// What happens when a plan is through.
+    /// What happens when a plan is finished.
     pub exhausted: Exhausted,
-    /// Epochs after which a plan is through; without them it never is.
+    /// Passes after which a plan is finished; without them it never is.
     pub epochs: Option<u64>,
     /// Packs of the mix at most.
     pub num_packs: Option<u64>,
@@ -75,8 +75,8 @@ pub struct MixRequest<'a> {
 /// Order the packs of several plans. Packs are numbered through all plans.
 ///
 /// In epoch `e`, the packs of plan `p` come in the order `numpy.random.RandomState([seed, p, e]).shuffle` gives them.
-/// From the end of the beginning on, or from the turn in which a plan last left, each plan is within one pack of its
-/// share of the turns.
+/// Each plan is within one pack of its share of the turns. Shares restart at the end of the beginning, and when a plan
+/// leaves.
 ///
 /// # Errors
 /// `Invalid` for weights that cannot be used, a plan without packs that has a weight, and a mix that has no end or too
@@ -279,7 +279,7 @@ fn packs_at_most<I: PlanInteger>(
 ) -> Result<u64, PackError> {
     let total = total_of(shares);
     let taking_part = || shares.iter().zip(sources).filter(|(share, _)| **share > 0);
-    // Within so many turns the plan is through.
+    // Within so many turns the plan is finished.
     let turns = taking_part().map(|(&share, source)| (u128::from(source.left()) * total).div_ceil(share.into()));
     let turns = match request.exhausted {
         Exhausted::Repeat => turns.max(),

@@ -317,8 +317,8 @@ impl<'a> PackRequest<'a> {
                 remainder.name()
             )),
             (Some(of), None | Some(Remainder::Drop)) if self.drop_last == Some(false) => Err(format!(
-                "drop_last=False keeps the tails, and multiple_of={of} would leave them out again: choose \
-                 remainder='repeat', or leave drop_last out"
+                "multiple_of={of} would discard the tails that drop_last=False keeps: choose remainder='repeat', or \
+                 leave drop_last out"
             )),
             _ => Ok(()),
         }

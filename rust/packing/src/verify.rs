@@ -1,7 +1,7 @@
 //! Checks a plan against the lengths, the order and the costs that it was made from, in one pass over its pieces.
 //!
-//! Invariants: in a plan that passes, every token of the ordered samples is in one piece or counted as left out, no pack
-//! holds more than its limits, the columns agree with each other, and all counts and the fingerprint are right. It is not
+//! Invariants, of a plan that passes: every token of the ordered samples is in one piece or counted as left out. No pack
+//! holds more than its limits. The columns agree with each other, and all counts and the fingerprint are right. It is not
 //! checked which samples are put together, and in which order.
 
 use std::ops::Range;

@@ -127,7 +127,7 @@ def test_modules_by_prefix() -> None:
         "weight",
         "kept",
     ]
-    with pytest.raises(InvalidInputError, match=r"'a.weight' is there twice, under two prefixes"):
+    with pytest.raises(InvalidInputError, match=r"two tensors have the name 'a.weight', under two prefixes"):
         named_tensors({"a": Layer(), "a.": Layer()})
     with pytest.raises(InvalidTypeError, match="prefix of a module is 3"):
         named_tensors({3: Layer()})

@@ -16,8 +16,8 @@ from tundish.checkpoint.write_plan import Place
 
 _HOST = torch.device("cpu")
 
-# From the dtype of a tensor to the one it is saved as, its shape, whether it is a view, or elsewhere, or not of this
-# copy, and what lies before it.
+# The dtype of a tensor and the one it is saved as; its shape; whether it is a view, or elsewhere, or not of this copy;
+# and the bytes before it.
 _TENSOR = st.tuples(
     st.sampled_from(
         [

@@ -1,7 +1,7 @@
 """Ranks that train a sharded model and save both kinds of checkpoints at every step, to be killed or to fail.
 
-Batches are drawn from the number of their step, so that the weights after so many steps are known bit by bit, however
-often the training was interrupted and on how many ranks it went on. `check` says what must hold of a root at any
+Batches are drawn from the number of their step. So the weights after so many steps are known bit by bit, however often
+the training was interrupted, and on how many ranks it went on. `check` says what must hold of a root at any
 moment, and `check_next_start` what the next start makes of it.
 """
 

@@ -90,7 +90,7 @@ def _encoded(value: Any, where: str) -> Any:
 def _encoded_tensor(tensor: torch.Tensor, where: str) -> Any:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         raise InvalidTypeError(
-            f"{where} is no dense tensor with values: put it into the state dict, or make it one"
+            f"{where} is not a dense tensor with values: rank_extra takes no others, put it into the state dict"
         )
     data = raw_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes()
     return {_TAG: ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]}

@@ -206,7 +206,7 @@ def _check_extra(extra: Any) -> str:
     except (TypeError, ValueError, RecursionError):
         pass
     try:
-        problem = _not_json(extra, "extra") or "not all of it comes back as it is"
+        problem = _not_json(extra, "extra") or "it does not survive a JSON round trip"
     except RecursionError:
         problem = "it is nested too deep, or contains itself"
     raise InvalidTypeError(

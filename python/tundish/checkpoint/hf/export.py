@@ -113,7 +113,7 @@ class HfExport:
         )
         self._ranks = info.ranks
         self._number = 0
-        # The connection in which other ranks wait for this one, if they do.
+        # The connection to close if this rank gives up.
         self._awaited_in: HostConnection | None = None
         self._sidecars: Sidecars | None = None
         self._plan_files()

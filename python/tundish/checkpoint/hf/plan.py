@@ -83,7 +83,7 @@ class ExportPlan:
         return unit.convert is None and not self.is_sharded[unit.sources[0]]
 
     def sent_dtype(self, unit: ConversionUnit, source: int) -> torch.dtype:
-        """The dtype in which a source travels: that of the file, unless it is converted after it arrives."""
+        """The dtype in which a source travels: its own if it is converted on arrival, else the file's."""
         return self.tensors[source].dtype if unit.convert else self.products[unit.products[0]][2]
 
     def product_bytes(self, product: int) -> int:
@@ -285,7 +285,7 @@ def _saved_tensors(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[s
 def _warn_of_tied(tied: tuple[tuple[str, ...], ...]) -> None:
     """Warn once: no model ties the names of a mapping again when they are loaded."""
     _logger.warning(
-        "these are one tensor each, and are saved under the first name alone: %s; give clones to save them all",
+        "tied tensors are saved once, under the first name: %s; give clones to save them all",
         "; ".join(", ".join(names) for names in tied[:3]) + ("; and more" if tied[3:] else ""),
     )
 

@@ -77,7 +77,8 @@ def lengths(source: Any, column: str | None = None) -> IntegerArray:
 
     Args:
         source: A path; a glob, or a folder or list of files, which are one dataset in the order of their names; or an
-            object in memory.
+            object in memory. A folder must hold such files alone, of one kind; names that begin with `.` or `_` are
+            left out.
         column: The column with the token counts or the tokens. By default `length`, or `input_ids` if there is none.
 
     Returns:
@@ -124,7 +125,8 @@ def open_samples(
             "sequences", or "documents".
         columns: The columns to read beside the tokens. By default `labels`, masks, and all other columns that are lists
             of numbers; of samples in memory, all keys. Labels and masks that are no lists of numbers are refused. In
-            JSON Lines, the first lines of the first file tell which columns are lists of numbers.
+            JSON Lines, the first lines of the first file tell which columns are lists of numbers. A key that holds them
+            later only is refused with its line.
 
     Returns:
         A map-style dataset. A sample is a mapping with `input_ids`, or an array of tokens for Megatron-LM. A list or a

@@ -1,7 +1,7 @@
 """The indexed datasets of Megatron-LM: token counts in a `.idx` file, tokens in a `.bin` file. Both are mapped.
 
 A `.idx` file is a header, then three arrays: the token count of each sequence (int32), the byte of the `.bin` file at
-which each sequence begins (int64), and the first sequence of each document, then the number of sequences (int64).
+which each begins (int64), and the first sequence of each document (int64). The last ends with the number of sequences.
 """
 
 from __future__ import annotations

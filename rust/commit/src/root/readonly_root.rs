@@ -37,8 +37,7 @@ impl<D: Disk> ReadonlyRoot<D> {
         &self.root.path
     }
 
-    /// The random text that the owner of this root wrote there: another folder has another one. `None` where nobody
-    /// ever owned it.
+    /// The random id in `.owner`; equal ids mean the same folder. `None` where nobody ever owned it.
     ///
     /// # Errors
     /// [`CommitError::Io`].

@@ -5,8 +5,8 @@
 //! are zeros or rubbish of the right length; a symbolic link whose folder was not synced may say nothing. That is more
 //! than any one file system in use does; a protocol that comes through it depends on none of them.
 //!
-//! Where changes are too many to try all combinations, those are tried that keep all, none, the first n, all but one,
-//! and only one, and then some drawn by a fixed rule.
+//! Where changes are too many to try all combinations, some are tried: those that keep all, none, the first n, all but
+//! one and only one, and some that a fixed rule draws.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, HashSet};

@@ -1,8 +1,8 @@
 //! Power cuts at every point of a root's life, on a model of its disk.
 //!
 //! The method is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014): a run of the real
-//! protocol is logged, every prefix of the log is taken with all that a file system may make of what was not synced,
-//! and the real recovery has to make the old or the new state of it, bit by bit.
+//! protocol is logged. Every prefix of the log is taken, with all that a file system may make of what was not synced.
+//! The real recovery has to make the old or the new state of it, bit by bit.
 
 mod broken;
 #[path = "../support/common/mod.rs"]

@@ -46,8 +46,8 @@ impl OpenPlan {
 
 /// Check a plan folder and map its columns.
 ///
-/// Checked are the checksum of `plan.json`, the version, the parameters, each file's header and size, and that the offset
-/// table agrees with its checksums and rises strictly to the number of pieces. Time is linear in the packs.
+/// Checks the checksum of `plan.json`, the version, the parameters, and each file's header and size. The offset table has
+/// to agree with its checksums and rise strictly to the number of pieces. Time is linear in the packs.
 ///
 /// # Errors
 /// `Missing` or `Format` with the file at fault.

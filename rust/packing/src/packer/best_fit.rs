@@ -4,9 +4,9 @@
 //! and the packs are written in a random order, each from where its items lie in the sorted samples.
 //!
 //! Best-fit decreasing takes samples from the longest to the shortest, and puts each into the pack with the least room
-//! that it fits. A pack that took one of several samples of a length stays the best fit for that length until it is full.
-//! So of a group of packs with the same room, each takes as many of these samples as it can hold, one pack after the other,
-//! and at most one pack takes fewer. Two or three groups of packs remain of one. Among packs with the same room, those with
+//! that it fits. Once a pack took a sample, it stays the best fit for that length until it is full. So of a group of packs
+//! with the same room, each takes as many samples of a length as it can hold, one pack after the other. At most one pack
+//! takes fewer. Two or three groups of packs remain of one. Among packs with the same room, those with
 //! the fewest pieces come first.
 //!
 //! Invariants: inputs that change between the two passes of the sort are an error, or give another plan of the same counts.

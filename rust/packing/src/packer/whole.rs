@@ -5,8 +5,8 @@
 //!
 //! Working memory beyond inputs and outputs. All modes: what `SampleReader` takes, and with a seed or for `best_fit` one
 //! index a sample. `best_fit`: one index a pack, two integers a length up to the longest, two for each sample that is
-//! split, and some for each group of packs, of which there are a few for each length that occurs; with costs, one index
-//! a sample more, and some ten integers a pack. The others: the pieces of the open packs.
+//! split, and some for each group of packs; there are a few groups for each length that occurs. With costs: one index a
+//! sample more, and some ten integers a pack. The others: the pieces of the open packs.
 
 use super::output::{PackColumns, PlanOutput};
 use super::samples::IndexSource;

@@ -3,7 +3,7 @@
 //! Invariants:
 //!
 //! 1. Ending a step takes its entries out as a whole, however many there are: they are dropped later and elsewhere.
-//!    Likewise a step begins with all entries that came for it beforehand.
+//!    Entries fetched between steps join the next step.
 //! 2. A step that has ended does not begin again, as far back as ended steps are remembered.
 //! 3. For each step, the bytes brought in are the bytes freed plus the bytes held.
 

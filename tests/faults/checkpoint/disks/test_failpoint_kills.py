@@ -1,8 +1,8 @@
 """Two ranks that train are killed at every failpoint: one of them, or all at the same moment.
 
-The calls are those of a run that goes well: every system call that changes the disk on either rank, from opening a
-root that an interrupted job left, over saves of both kinds, retention and an overwritten step, to the end. Each
-is tried before the call is made and after it. Here ten calls of different sorts, under `make soak` all of them.
+The calls are those of a run that goes well: every system call that changes the disk on either rank. The run opens a
+root that an interrupted job left, saves both kinds, removes old checkpoints and overwrites a step. Ranks are killed
+before each call and after it. Here ten calls of different sorts, under `make soak` all of them.
 """
 
 from __future__ import annotations
