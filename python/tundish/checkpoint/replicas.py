@@ -230,7 +230,7 @@ def _encoded(value: Any, known: _Known) -> bytes:
 
 
 def _reduced(value: Any, known: _Known) -> list[bytes]:
-    """What a pickle of `value` consists of."""
+    """The parts of a pickle of `value`."""
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # noqa: BLE001 (an object that cannot be pickled is refused with a message of its own)

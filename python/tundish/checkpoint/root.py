@@ -125,7 +125,7 @@ FileDamage = tuple[str, str, bool]
 
 
 class Published(Protocol):
-    """What is published under a name, while it is locked.
+    """A published folder, while it is locked.
 
     Attributes:
         path: for messages.
@@ -182,7 +182,7 @@ class Root(Protocol):
         """The path of what is published under a name."""
 
     def survey(self) -> tuple[Checkpoints, DamagedOnes]:
-        """What a reader finds: whole checkpoints, and what is named like one and is none; each as `list` sorts."""
+        """The whole checkpoints, and folders that are named like one and are none; each as `list` sorts."""
 
     def latest(self, kind: Kind) -> Path | None:
         """The newest whole checkpoint of a kind that a reader finds."""
@@ -210,7 +210,7 @@ class Root(Protocol):
         """
 
     def draft(self, name: str, place: str | None = None) -> Draft:
-        """What is being written under `name`. A name that is no checkpoint's needs the place that `begin` returned."""
+        """The unpublished folder of `name`. A name that is no checkpoint's needs the place that `begin` returned."""
 
     def share(self) -> Root:
         """The same root for another object of this process; each of them closes it."""

@@ -52,7 +52,7 @@ class Staged:
 
     @property
     def note(self) -> str:
-        """What the first rank needs from every rank for the late files."""
+        """Data that the first rank needs from every rank for the late files."""
         return self._plan.note
 
     @property

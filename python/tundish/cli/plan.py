@@ -401,7 +401,7 @@ def _table(facts: dict[str, Any]) -> str:
 def _read_each(
     read: Callable[[Path, str | None], Any], sources: Sequence[Path], column: str | None, plan: PackPlan
 ) -> Any:
-    """What `read` reads from the sources of a plan, one for each dataset: a list, or the thing itself for one."""
+    """Read each source of a plan with `read`. Returns a list, or for one dataset the value itself."""
     datasets = len(plan.num_samples)
     if len(sources) != datasets:
         raise PlanMismatchError(

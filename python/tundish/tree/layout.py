@@ -330,7 +330,7 @@ def tensors_to_send(
 
 
 def _regions(leaves: list[Tensor]) -> list[_Region]:
-    """The regions of memory that the leaves lie in, none of which overlap, in the order of their first leaf."""
+    """The regions of memory that the leaves lie in, in the order of their first leaf. No two overlap."""
     regions: list[_Region] = []
     for number, leaf in enumerate(leaves):
         # Addresses on a device are compared within one storage only.

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish.errors import InvalidTypeError
 
-# What pickle's `__reduce__` returns: a function, its arguments, and perhaps a state and what sets it.
+# The result of pickle's `__reduce__`: a function, its arguments, and perhaps a state and what sets it.
 Reduced = tuple[Any, ...]
 
 _COMPRESSED = {
@@ -105,7 +105,7 @@ def reduce_tensor(tensor: Tensor) -> Reduced | None:
 def _reduce_subclass(tensor: Tensor) -> Reduced:
     kind = type(tensor)
     if kind.__name__ == "DTensor":
-        raise Refusal(InvalidTypeError, "is a DTensor, of which each rank has a part: send its to_local()")
+        raise Refusal(InvalidTypeError, "is a DTensor, and each rank has only a part: send its to_local()")
     if is_lazy(tensor):
         raise Refusal(InvalidTypeError, "has no values yet: run the module once, which initializes it")
     # The subclass may override torch's functions.

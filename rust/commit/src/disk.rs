@@ -128,7 +128,7 @@ pub trait Disk: Clone + Send + Sync + 'static {
     /// Reads from `offset` on into `buffer`. Returns the number of bytes, possibly fewer than available; 0 only at the
     /// end.
     fn read_at(&self, file: &Self::File, offset: u64, buffer: &mut [u8], path: &Path) -> Result<usize, CommitError>;
-    /// What this user may still write to the file system of a folder.
+    /// The room that this user may still fill on the file system of a folder.
     fn free_room(&self, folder: &Self::Folder, path: &Path) -> Result<Room, CommitError>;
     /// The target of the symbolic link `name`.
     fn read_link(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<OsString, CommitError>;

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, Room, absent_is_fine};
 use crate::error::CommitError;
 
-/// What a rename may find under the new name.
+/// The entry that a rename may replace.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Replacing {
     /// Nothing; else it fails with `EEXIST`.

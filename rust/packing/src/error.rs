@@ -73,7 +73,7 @@ pub enum PackError {
         max_length: u64,
     },
     /// An entry of the order that names no sample.
-    #[error("order[{position}] is {value}, but the dataset has {samples} samples, the first of which is 0")]
+    #[error("order[{position}] is {value}, but the dataset has {samples} samples, counted from 0")]
     OrderOutOfRange {
         /// Where in the order.
         position: usize,

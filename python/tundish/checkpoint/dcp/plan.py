@@ -350,7 +350,7 @@ class SavePlanner:
 
 
 def _pack_reply(assigned: Assignment, everyone: Sequence[LocalValues]) -> str:
-    """What all ranks learn: the values that each saves, and those that it compares."""
+    """Sent to all ranks: the values that each rank saves, and those that it compares."""
     # Mostly a rank saves all that it holds, and many ranks compare the same.
     owned = [
         None if len(own) == len(held) else own for own, held in zip(assigned.owned, everyone, strict=True)

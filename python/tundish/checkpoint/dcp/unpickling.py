@@ -100,7 +100,7 @@ class UntrustedNameError(pickle.UnpicklingError):
 # Operations of pickles to what carries them out. The annotations of Python's own do not know `_Unpickler`.
 _OPERATIONS: dict[int, Any] = dict(pickle._Unpickler.dispatch)
 
-# What a pickle may name, and must not change.
+# Names that a pickle may use, and must not change.
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum)
 
 

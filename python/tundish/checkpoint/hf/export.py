@@ -65,7 +65,7 @@ class HfExport:
             devices, on the caller's thread.
         exchange_group: of the same ranks, for parts that travel through host memory; None for a single rank.
         voter: of the caller's thread; None for a single rank.
-        of_first_rank: names of buffers that differ between ranks, of which the first rank's are saved. The same on all
+        of_first_rank: names of buffers that differ between ranks; the first rank's are saved. The same on all
             ranks; `agree` adds to it.
         are_nodes_alike: whether all nodes have as many ranks as this one; the same on all ranks.
 

@@ -111,7 +111,7 @@ def make_export_plan(
         to_hf: as `Checkpointer.save_hf` takes it.
         info: the ranks that save together.
         are_nodes_alike: whether all nodes have as many ranks as this one.
-        of_first_rank: names of tensors that differ between ranks, of which the first rank's are saved.
+        of_first_rank: names of tensors that differ between ranks; the first rank's are saved.
 
     Raises:
         InvalidTypeError: a tensor or an argument has a kind or dtype that cannot be saved.

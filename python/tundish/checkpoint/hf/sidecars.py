@@ -1,7 +1,7 @@
 """Writes the files of an export beside its weights: configs, code, tokenizer, and the contents of a source folder.
 
 Invariants:
-    - Everything but the tokenizer is as it was at the call: configs are in memory, source files are open.
+    - Everything but the tokenizer has its state at the call: configs are in memory, source files are open.
     - Files of the caller's objects take precedence over files of the source folder with the same name.
 """
 

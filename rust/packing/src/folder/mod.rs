@@ -30,7 +30,7 @@ pub fn file_name(field: Field) -> String {
     format!("{}.npy", field.name())
 }
 
-/// What stands between the content of `METADATA_FILE` and its checksum, and what ends the file.
+/// The text between the content of `METADATA_FILE` and its checksum, and the text that ends the file.
 const CHECKSUM_KEY: &str = ",\n  \"checksum\": \"";
 const CHECKSUM_END: &str = "\"\n}\n";
 

@@ -200,7 +200,7 @@ fn bytes_of_columns(packs: u64, pieces: u64, fields: &[Field], wide: WideColumns
 fn check_room(target: &Path, needed: u128, packs: u64, pieces: u64) -> Result<(), PackError> {
     let has_room =
         || Ok::<_, PackError>(tundish_commit::free_space(target)?.is_none_or(|free| u128::from(free) >= needed));
-    // What lies at the target already takes no more room, and creating the folder reports it.
+    // An existing target takes no more room, and creating the folder reports it.
     if has_room()? || target.symlink_metadata().is_ok() {
         return Ok(());
     }

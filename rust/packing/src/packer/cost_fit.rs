@@ -19,7 +19,7 @@ use crate::progress::Progress;
 use crate::scan::StreamCosts;
 use crate::shuffle::RandomState;
 
-/// A pack by the last of its items, of which each knows the one before it.
+/// A pack by the last of its items; each item knows the one before it.
 struct ItemChain<P> {
     /// One past the last item; 0 for none.
     end: P,
@@ -116,7 +116,7 @@ const MOST_BUCKETS: u64 = 1 << 16;
 pub(super) struct RoomyPack {
     /// Tokens that it has room for.
     pub(super) room: u64,
-    /// What it may cost further.
+    /// Its remaining budget.
     pub(super) cost_left: u64,
     pub(super) number: u64,
 }

@@ -91,7 +91,7 @@ pub(crate) fn run<P: PlanInteger>(
     Ok(Packed { counts, tail_start, order_digest })
 }
 
-/// What the plan holds so far.
+/// Counts of the plan so far.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Totals {
     pub(super) pieces: usize,

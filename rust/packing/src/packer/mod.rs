@@ -1,4 +1,4 @@
-//! What all modes share: checks and hashes the lengths, bounds the plan, and computes it in memory or in a folder.
+//! Shared by all modes: checks and hashes the lengths, bounds the plan, and computes it in memory or in a folder.
 //!
 //! A first pass checks, sums and hashes the lengths (`scan`). Then the mode reads the ordered samples a chunk at a time
 //! (`samples`) and appends packs to the plan (`output`), which counts them and makes their number a multiple.
@@ -41,7 +41,7 @@ pub struct Packer<'a> {
     expected_fingerprint: Option<String>,
 }
 
-/// What a mode reports of the plan that it appended to an output: all counts but those of packs and pieces, before packs
+/// Counts that a mode reports of the plan that it appended to an output: all but those of packs and pieces, before packs
 /// are left out or come again.
 struct Packed {
     counts: PlanCounts,

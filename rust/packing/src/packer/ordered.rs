@@ -35,7 +35,7 @@ struct OpenPacks<P> {
     window: PackWindow,
     /// One for each slot of `window`.
     packs: Vec<OpenPack<P>>,
-    /// What the pack in each slot may cost further.
+    /// The remaining budget of the pack in each slot.
     cost_left: Vec<u64>,
     max_cost: u64,
     closed: PackBuffer<P>,

@@ -240,7 +240,7 @@ impl<'r, 'o, P: PlanInteger> CountedOutput<'r, 'o, P> {
         self.output.append(columns, progress)
     }
 
-    /// Start and stop of each piece of a dataset's packs, of which none is a part in a plan without ranges.
+    /// Start and stop of each piece of a dataset's packs. In a plan without ranges, each is a whole sample.
     fn ranges(&self, dataset_id: usize, indices: &[P], ranges: Option<[&[P]; 2]>) -> Vec<[u64; 2]> {
         if let Some([starts, stops]) = ranges {
             return starts.iter().zip(stops).map(|(start, stop)| [start.widen(), stop.widen()]).collect();
@@ -251,7 +251,7 @@ impl<'r, 'o, P: PlanInteger> CountedOutput<'r, 'o, P> {
         stops.into_iter().map(|stop| [0, stop]).collect()
     }
 
-    /// What a piece takes beyond its tokens.
+    /// The room that a piece takes beyond its tokens.
     fn padding(&self, tokens: u64) -> u64 {
         match self.packer.packing {
             Packing::Hard { .. } => 0,

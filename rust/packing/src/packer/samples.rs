@@ -203,7 +203,7 @@ impl<'r, P: PlanInteger> SampleReader<'r, P> {
     }
 }
 
-/// What the bitmaps of all threads may take together.
+/// The most memory of the bitmaps of all threads together.
 const OWN_BYTES: usize = 32 << 20;
 
 /// Bitmaps over the samples that an order names.

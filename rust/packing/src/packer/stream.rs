@@ -153,7 +153,7 @@ impl WholePacks {
         Self { options, window: PackWindow::new(window, max_length), pieces: vec![0; window as usize] }
     }
 
-    /// The number of the pack that takes a piece of so many tokens, of which there are `opened`.
+    /// The number of the pack that takes a piece of so many tokens. `opened` counts the packs.
     fn place(&mut self, tokens: u64, opened: &mut u64) -> u64 {
         let placed = self.window.place(self.options.aligned(tokens) as u32);
         let pieces = &mut self.pieces[placed.slot];

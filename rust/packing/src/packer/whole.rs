@@ -138,7 +138,7 @@ impl<P: PlanInteger> WholePacker<'_, P> {
     }
 }
 
-/// What a sample is packed as: pieces of `max_length` tokens, and a last piece.
+/// The pieces that a sample is packed as: some of `max_length` tokens, and a last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SampleParts {
     /// Pieces of `max_length` tokens, which come first.
@@ -165,7 +165,7 @@ impl SampleParts {
     }
 }
 
-/// What the plan holds so far.
+/// Counts of the plan so far.
 pub(super) struct Counts {
     pub(super) counts: PlanCounts,
     /// Tokens of overlong samples that are in no piece.

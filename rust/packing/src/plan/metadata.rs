@@ -72,7 +72,7 @@ pub struct PlanMetadata {
     pub checksums: BTreeMap<String, String>,
 }
 
-/// What a plan holds and leaves out. Packs that come again count in `packs`, `pieces`, `padding_align`,
+/// Counts of what a plan holds and leaves out. Packs that come again count in `packs`, `pieces`, `padding_align`,
 /// `max_pieces_per_pack` and `longest`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -20,7 +20,7 @@ use crate::memory_limits;
 use crate::process::PerProcess;
 use crate::segment::Segment;
 
-/// Segments that are kept at most: each takes a descriptor, of which many systems allow a process 1024.
+/// Segments that are kept at most: each takes a descriptor, and many systems allow a process 1024.
 const MAX_KEPT: usize = 128;
 
 /// A kept slab serves a request that is smaller by at most one part in so many.
