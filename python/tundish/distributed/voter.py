@@ -343,7 +343,7 @@ class Voter:
     def skip_to(self, number: int) -> None:
         """Make `number` the next vote if it is yet to come; the vote in the constructor has number 0.
 
-        Afterwards ranks are in step again that held different numbers of votes, because one of them stopped early.
+        Afterwards all ranks use the same next vote number, even if one of them stopped early.
         """
         with self._one_vote:
             self._number = max(self._number, number)
