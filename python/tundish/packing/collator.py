@@ -58,8 +58,8 @@ class PackedCollator:
     by one over the whole row, and would otherwise learn to predict it from another piece.
 
     The row has no padding unless `pad_to` or `pad_to_multiple_of` asks for it. The padding is one more piece after the
-    last, so that no piece sees it. Its `input_ids` are `pad_token_id`, its `labels` -100, and columns have their padding
-    values. Its `position_ids` count from 0, or from where those of the pieces begin.
+    last, so that no piece sees it. Its `input_ids` are `pad_token_id`, its `labels` -100, and columns have their
+    padding values. Its `position_ids` count from 0, or from where those of the pieces begin.
 
     Args:
         return_flash_attn_kwargs: Give the bounds to flash attention, so that it does not compute them from

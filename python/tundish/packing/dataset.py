@@ -166,8 +166,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             PlanMismatchError: A sample's length disagrees with the plan, or the plan names a sample that does not
                 exist.
             InvalidTypeError: A sample holds something else than token ids, or a mask or column is of a wrong dtype.
-            InvalidInputError: A sample's labels, masks or columns are not as many as its tokens. Or a mask holds another
-                number than 0 and 1, a key is unknown or missing, or an id is 2⁶³ or more.
+            InvalidInputError: A sample's labels, masks or columns are not as many as its tokens. Or a mask holds
+                another number than 0 and 1, a key is unknown or missing, or an id is 2⁶³ or more.
 
         Example:
             >>> import tundish as td

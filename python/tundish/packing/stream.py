@@ -235,10 +235,11 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on after the packs that were given out when the state was taken.
 
-        The iteration after that one is a whole one. The source must give the same samples in the same order. If it has a state of its own, it is loaded; else the
-        samples that were read are read again and left out. A Hugging Face stream with `shuffle(buffer_size=…)` is read
-        again too, because its state lacks the samples in the buffer. A `torchdata.nodes.Loader` begins anew when it is
-        resumed at its end, unless it has `restart_on_stop_iteration=False`.
+        The iteration after that one is a whole one. The source must give the same samples in the same order. If it has
+        a state of its own, it is loaded; else the samples that were read are read again and left out. A Hugging Face
+        stream with `shuffle(buffer_size=…)` is read again too, because its state lacks the samples in the buffer. A
+        `torchdata.nodes.Loader` begins anew when it is resumed at its end, unless it has
+        `restart_on_stop_iteration=False`.
 
         Args:
             state: As `state_dict` returned it.

@@ -92,7 +92,7 @@ def test_functions_that_give_no_pairs_are_refused(outcome: Any) -> None:
 def test_names_from_a_function_are_checked() -> None:
     with pytest.raises(InvalidInputError, match="to_hf gives the name 'same' twice"):
         to_hf_conversion(SOURCES, lambda name, tensor: [("same", tensor)])
-    with pytest.raises(InvalidInputError, match=r"'\.\./a' cannot name a tensor"):
+    with pytest.raises(InvalidInputError, match=r"'\.\./a' looks like a path"):
         to_hf_conversion(SOURCES, lambda name, tensor: [(f"../{name}", tensor)])
     with pytest.raises(InvalidTypeError, match="the name of a tensor is 3"):
         to_hf_conversion(SOURCES, lambda name, tensor: [(3, tensor)])

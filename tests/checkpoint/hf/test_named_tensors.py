@@ -151,12 +151,12 @@ def test_modules_by_prefix() -> None:
     ],
 )
 def test_unusable_names_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInputError, match="cannot name a tensor|looks like a path"):
+    with pytest.raises(InvalidInputError, match=r"cannot name a tensor|looks like a path"):
         check_name(name)
-    with pytest.raises(InvalidInputError, match="cannot name a tensor|looks like a path"):
+    with pytest.raises(InvalidInputError, match=r"cannot name a tensor|looks like a path"):
         named_tensors({name: torch.ones(1)})
     if name:
-        with pytest.raises(InvalidInputError, match="cannot name a tensor|looks like a path"):
+        with pytest.raises(InvalidInputError, match=r"cannot name a tensor|looks like a path"):
             named_tensors({name: Layer()})
 
 
@@ -164,7 +164,7 @@ def test_unusable_names_are_refused(name: str) -> None:
     "name", ["module.", "module./etc", "_orig_mod./etc", "module._orig_mod.", "module.C:/w"]
 )
 def test_names_that_are_unusable_without_wrappers_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInputError, match="cannot name a tensor|looks like a path"):
+    with pytest.raises(InvalidInputError, match=r"cannot name a tensor|looks like a path"):
         named_tensors({name: torch.ones(1)})
 
 
