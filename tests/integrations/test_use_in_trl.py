@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, concatenate_datasets
 from support.distributed.rank_processes import Job, Line
-from support.integrations.text_tokenizers import draw_messages, draw_pairs, text_tokenizer
+from support.integrations.text_tokenizers import draw_messages, draw_pairs, draw_texts, text_tokenizer
 from support.packing.small_llama import loss_apart, small_llama
 
 import tundish as td
@@ -32,6 +32,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 FORMS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "pairs": (draw_pairs(40), {}),
     "chats": (draw_messages(40), {"assistant_only_loss": True}),
+    # Whose first tokens are learned in wrapped packs.
+    "texts": (draw_texts(40), {}),
 }
 OWN_PACKING = sft_trainer.pack_dataset
 

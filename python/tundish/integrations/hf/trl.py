@@ -44,10 +44,8 @@ def use_in_trl() -> contextlib.ExitStack:
     """
     trainers = _known_trainers()
     undo = contextlib.ExitStack()
-    replaced = trainers.pack_dataset
-    if replaced is not _pack_for_trl:
-        trainers.pack_dataset = _pack_for_trl
-        undo.callback(setattr, trainers, "pack_dataset", replaced)
+    undo.callback(setattr, trainers, "pack_dataset", trainers.pack_dataset)
+    trainers.pack_dataset = _pack_for_trl
     return undo
 
 
