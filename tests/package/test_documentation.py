@@ -1,8 +1,6 @@
 """Every example that a reader can copy runs: docstrings, README.md and docs/.
 
-A Markdown file is read from top to bottom in one scratch folder: its ```python blocks share their names, as a reader
-who types them in would; blocks of prompts (`>>>`) are also compared with what they print; of its ```console
-blocks each line `$ tundish …` or `$ python …` is run and has to succeed. A docstring has a scratch folder of its own.
+`support.pages` says what of a page runs, in a scratch folder a page. A docstring has one of its own.
 """
 
 from __future__ import annotations
@@ -13,66 +11,19 @@ import importlib
 import inspect
 import pkgutil
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from support.distributed.programs import run
+from support.pages import Block, assert_passes, blocks, run_console, run_page, run_python
 
 import tundish as td
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
-)
-OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# What follows `python` on its command line, by the command of a page.
-COMMANDS = {"tundish": ["-m", "tundish"], "python": []}
-
-
-class Block(NamedTuple):
-    """One fenced block: its language, its text, and the line of the page on which the text begins."""
-
-    language: str
-    text: str
-    line: int
-
-
-def blocks(page: str) -> Iterator[Block]:
-    for found in FENCE.finditer(page):
-        indent = found["indent"]
-        text = "".join(line.removeprefix(indent) for line in found["text"].splitlines(keepends=True))
-        yield Block(found["language"], text, page.count("\n", 0, found.start("text")) + 1)
-
-
-def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
-    if block.text.lstrip().startswith(">>>"):
-        example = doctest.DocTestParser().get_doctest(block.text, names, page.name, str(page), block.line - 1)
-        # Names that the block binds are there for the blocks after it.
-        example.globs = names
-        assert_passes(example)
-    else:
-        # The page's own line numbers stand in a traceback.
-        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
-
-
-def run_console(block: Block, page: Path) -> None:
-    for offset, line in enumerate(block.text.replace("\\\n", "").splitlines()):
-        command = shlex.split(line.removeprefix("$ "), comments=True)
-        if line.startswith("$ ") and command[0] in COMMANDS:
-            ran = run([*COMMANDS[command[0]], *command[1:]])
-            assert ran.returncode == 0, f"{page}:{block.line + offset}: {line}\n{ran.stdout}{ran.stderr}"
-
-
-def assert_passes(example: doctest.DocTest) -> None:
-    report: list[str] = []
-    result = doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append, clear_globs=False)
-    assert result.failed == 0, "".join(report)
 
 
 class Finder(doctest.DocTestFinder):
@@ -108,15 +59,8 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 # torchdata calls a function that torch has deprecated.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-def test_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A module, as a script is one, so that classes of the page can be pickled.
-    module = ModuleType("__page__")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for block in blocks(page.read_text(encoding="utf-8")):
-        if block.language in ("python", "pycon"):
-            run_python(block, page, vars(module))
-        elif block.language == "console":
-            run_console(block, page)
+def test_page(page: Path) -> None:
+    run_page(page, run)
 
 
 @pytest.mark.parametrize("example", docstrings(), ids=lambda example: example.name)
@@ -173,4 +117,4 @@ def test_an_example_with_other_output_fails() -> None:
 
 def test_a_command_that_fails_fails() -> None:
     with pytest.raises(AssertionError, match=r"page.md:7: \$ python"):
-        run_console(Block("console", "$ python -c 'raise SystemExit(3)'\n", 7), Path("page.md"))
+        run_console(Block("console", "$ python -c 'raise SystemExit(3)'\n", 7), Path("page.md"), run)
