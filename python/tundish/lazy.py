@@ -33,7 +33,8 @@ def lazily(
             leaves the attribute out, so that completion and `help` do not import it.
 
     Returns:
-        The two functions, to be assigned at the top level of the package.
+        The two functions, to be assigned at the top level of the package. `dir()` then lists public names only:
+        those of the package's `__all__`, `modules`, and names such as `__version__`.
     """
     homes = {name: module for module, defined in names.items() for name in defined}
     found_modules = {module.rpartition(".")[2]: module for module in names} | dict(modules or {})
@@ -51,8 +52,12 @@ def lazily(
         return value
 
     def list_names() -> list[str]:
+        module = sys.modules[package]
         missing = {name for name, needed in (requires or {}).items() if not _is_installed(needed)}
-        return sorted({*vars(sys.modules[package]), *homes, *found_modules} - missing)
+        special = {name for name in (*vars(module), *homes) if name.startswith("__")}
+        # `help` would list these two as functions of the package.
+        special -= {"__dir__", "__getattr__"}
+        return sorted({*module.__all__, *(modules or ())} - missing | special)
 
     return get, list_names
 

@@ -118,6 +118,24 @@ from tundish import *
     assert (ran.stderr, ran.returncode) == ("", 0)
 
 
+@pytest.mark.parametrize("package", ["tundish", "tundish.packing", "tundish.shm"])
+def test_only_public_names_are_listed(package: str, tmp_path: Path) -> None:
+    """By `dir`, completion and `help`, also when all parts are imported."""
+    script = f"""
+import inspect, pydoc, re
+import {package} as package
+inspect.getmembers(package)
+listed = {{name for name in dir(package) if not name.startswith("__")}}
+assert listed - {{"hf"}} == set(package.__all__), listed
+text = pydoc.plain(pydoc.render_doc(package))
+functions = re.findall(r"^    (\\w+)\\(", text.partition("\\nFUNCTIONS\\n")[2], re.MULTILINE)
+assert functions, text
+assert set(functions) <= set(package.__all__), functions
+"""
+    ran = run(script, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_td_hf_is_listed_only_where_transformers_is_installed(tmp_path: Path) -> None:
     script = """
 import sys
