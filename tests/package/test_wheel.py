@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import email.message
+import email.parser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +65,13 @@ def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return programs
 
 
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.parser.BytesParser().parsebytes(archive.read(name))
+
+
 def run(programs: Path, *command: str, folder: Path) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "CARGO"))}
     environment["PATH"] = str(programs)
@@ -93,7 +103,48 @@ def test_the_wheel_contains_the_package_only(wheel: Path) -> None:
     assert in_wheel - in_checkout == {"tundish/_native.abi3.so"}
     assert in_checkout <= in_wheel
     assert {name.split("/")[0].split("-")[0] for name in names} == {"tundish"}
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [
+        name for name in names if re.search(r"(^|/)(tests?|conftest|test_\w+|\w+_test)(/|\.py$)", name)
+    ]
+
+
+def test_the_wheel_has_its_licence(wheel: Path, metadata: email.message.Message) -> None:
+    assert (metadata["License-Expression"], metadata.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
+        assert archive.read(name) == (CHECKOUT / "LICENSE").read_bytes()
+
+
+def test_the_metadata_says_what_an_index_shows(metadata: email.message.Message) -> None:
+    assert metadata["Requires-Python"] == ">=3.11"
+    for field in ("Summary", "Keywords", "Author"):
+        assert metadata[field], field
+    classifiers = metadata.get_all("Classifier", [])
+    for version in ("3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {version}" in classifiers
+    assert "Typing :: Typed" in classifiers
+    described = metadata.get_payload(decode=True)
+    assert isinstance(described, bytes)
+    assert described.strip() == (CHECKOUT / "README.md").read_bytes().strip()
+
+
+def test_every_extra_that_is_named_exists(metadata: email.message.Message) -> None:
+    places = [
+        CHECKOUT / "README.md",
+        *(CHECKOUT / "docs").rglob("*.md"),
+        *(CHECKOUT / "examples").glob("*.py"),
+    ]
+    places += (CHECKOUT / "python").rglob("*.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in places)
+    named = {extra for found in re.findall(r"tundish\[([a-z,]+)\]", text) for extra in found.split(",")}
+    # Where a message names the extra of a missing package.
+    named |= set(re.findall(r'\bmissing_extra\(\s*"(\w+)"', text))
+    assert {"arrow", "hf", "plot"} <= named <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_the_citation_has_the_version(metadata: email.message.Message) -> None:
+    citation = (CHECKOUT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [metadata["Version"]]
 
 
 def test_planning_works_without_rust_and_torch(clean_environment: Path, tmp_path: Path) -> None:
