@@ -9,6 +9,9 @@ BIN := .venv/bin
 STAMPS := .venv/stamps
 PEERS := .venv-bench/bin
 PEER_STAMPS := .venv-bench/stamps
+# Of the wheel: this machine's, or one that rustup has added.
+TARGET ?= $(shell uname -m)-unknown-linux-gnu
+TAG := manylinux_2_28
 
 # maturin takes the interpreter from VIRTUAL_ENV and refuses to run if CONDA_PREFIX is set as well.
 export VIRTUAL_ENV := $(CURDIR)/.venv
@@ -21,12 +24,12 @@ RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' 
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples .ci
 # Where `.ci/vocabulary.txt` holds.
-SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
+SPELLED := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
 # One more than there are processors, because tests wait at times. pytest uses at most 4 processes, to limit memory.
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .NOTPARALLEL:
-.PHONY: help demo test soak bench lint wheel fuzz audit tools
+.PHONY: help demo test soak bench lint wheel release-check fuzz audit tools
 
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
@@ -34,7 +37,8 @@ help:
 	@echo 'make soak    long forms of the tests: kills, full disks, power cuts, all pairs, random cases (hours)'
 	@echo 'make bench   Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs, import layers, circles of Rust modules, layout, vocabulary'
-	@echo 'make wheel   build one wheel for every Python from 3.11 on, into dist/'
+	@echo 'make wheel   build one wheel for every Python from 3.11 on, and the source distribution, into dist/'
+	@echo 'make release-check   install the wheel into clean environments, and use every part there'
 	@echo 'make fuzz    fuzz plan folders, requests and shard headers, FUZZ_SECONDS each'
 	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
 
@@ -79,13 +83,22 @@ lint: $(STAMPS)/with-lint
 	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native; \
 	wait $$types
 
-wheel: $(STAMPS)/maturin
-	rm -f dist/tundish-*.whl
-	$(BIN)/maturin build --release --locked --out dist
+# The libraries of the machine that builds do not matter: zig links against glibc 2.28. maturin builds the wheel from the
+# source distribution, and checks that the wheel needs no newer symbols and no other libraries.
+wheel: export CARGO_TARGET_DIR := $(CURDIR)/target
+wheel: $(STAMPS)/zig
+	@test -d "$$(rustc --print target-libdir --target $(TARGET))" \
+	    || $(call complain,rustc cannot build for $(TARGET): run \`rustup target add $(TARGET)\`)
+	rm -f dist/tundish-*_$(firstword $(subst -, ,$(TARGET))).whl dist/tundish-*.tar.gz
+	@# maturin finds zig as a module of the Python on PATH.
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --locked --zig --compatibility $(TAG) --target $(TARGET) --sdist --out dist
+
+release-check: wheel
+	$(PYTHON) .ci/release_check.py dist
 
 bench: wheel $(PEER_STAMPS)/peers
 	cargo bench
-	$(PEERS)/python -m pip install --quiet --no-deps --force-reinstall dist/tundish-*.whl
+	$(PEERS)/python -m pip install --quiet --no-deps --force-reinstall dist/tundish-*_$$(uname -m).whl
 	$(PEERS)/python benches/peers/run.py
 
 fuzz:
@@ -133,6 +146,11 @@ $(STAMPS)/maturin: | tools
 	$(begin)
 	$(call locked,.venv)$(PYTHON) -m venv .venv
 	$(call locked,.venv)$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'maturin>=1.9,<2'
+	$(end)
+
+$(STAMPS)/zig: $(STAMPS)/maturin
+	$(begin)
+	$(call locked,.venv)$(BIN)/python -m pip install --quiet 'maturin[zig]>=1.9,<2'
 	$(end)
 
 # The compiled module is in python/tundish, where `git clean` may have removed it. It is built in the profile of the Rust
