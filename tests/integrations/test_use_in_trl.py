@@ -146,7 +146,12 @@ def test_a_context_ends_it_and_a_plain_call_does_not(tmp_path: Path) -> None:
 
 def test_a_run_resumes(tmp_path: Path) -> None:
     rows = Dataset.from_list(draw_pairs(60))
-    saving = {"save_strategy": "steps", "save_steps": 2, "packing_strategy": "bfd_split"}
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "packing_strategy": "bfd_split",
+        "shuffle_dataset": True,
+    }
     with td.hf.use_in_trl():
         whole = trainer(tmp_path / "whole", rows, **saving)
         trainer(tmp_path / "broken", rows, **{**saving, "max_steps": 2}).train()

@@ -183,7 +183,7 @@ class SampleReader:
             dataset: Its number, for messages.
 
         Returns:
-            The names of the columns, or None if the source does not tell them.
+            The names of all columns, or None if the source does not tell them.
 
         Raises:
             InvalidTypeError: There is no `input_ids`.
@@ -192,7 +192,8 @@ class SampleReader:
         told = _told_columns(source)
         if told is not None:
             self._schema(tuple(told), f"dataset {dataset}", told.get)
-            return set(told)
+            # A file may have further columns, which `open_samples` leaves out.
+            return None if hasattr(source, "column_types") else set(told)
         if (isinstance(source, list | tuple) or hasattr(source, "column_types")) and len(source):
             first = source[0]
             if isinstance(first, Mapping):

@@ -207,11 +207,6 @@ def _packed_items(source: Any, named: Mapping[str, Any], options: Mapping[str, A
     PackedDataset(source.with_format(None), plan, **named)
     # Refuses columns that are named and hold no numbers, which it would leave out, too.
     open_samples(source, columns=list(named.get("columns", ())))
-    dropped = named.get("drop_columns")
-    if isinstance(dropped, list | tuple):
-        # They were checked. Samples do not have those that are no lists of numbers, and would be refused for that.
-        source = source.remove_columns([name for name in source.column_names if name in dropped])
-        named = {**named, "drop_columns": None}
     return PackedDataset(open_samples(source), plan, **named)
 
 
