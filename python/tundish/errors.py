@@ -283,6 +283,16 @@ def format_count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def format_share(share: float) -> str:
+    """Format a share in percent with one digit, or as many as tell it from all: 0.99997 is "99.997 %"."""
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    digits = 1
+    while share < 1 and round(share * 100, digits) == 100:
+        digits += 1
+    return f"{share * 100:.{digits}f} %"
+
+
 def format_list(names: Sequence[str]) -> str:
     """Format names, as in "a, b and 3 more"."""
     more = len(names) - _SHOWN_NAMES

@@ -71,7 +71,7 @@ def test_ten_thousand_rollouts_are_balanced_to_a_few_tokens() -> None:
         (
             lambda b, m: b([3, 4, 5], 2, equal_counts=True),
             InvalidInputError,
-            "leave out 1 samples, add 1, or",
+            "leave out 1 of them, add 1, or",
         ),
         (lambda b, m: b([3, 4], 2, equal_counts=1), InvalidTypeError, "equal_counts must be True or False"),
         (

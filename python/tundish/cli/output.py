@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from tundish.errors import StorageError
+from tundish.errors import StorageError, format_share
 
 
 class OutputClosedError(Exception):
@@ -49,6 +49,8 @@ def readable(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if name == "bytes" or name.endswith("_bytes"):
         return f"{value:,} ({value / 2**20:,.1f} MiB)"
+    if name == "fill":
+        return format_share(value)
     if isinstance(value, str):
         return printable(value)
     # A seed is printed without thousands separators.

@@ -300,8 +300,7 @@ def run_compare(options: argparse.Namespace) -> dict[str, Any]:
     names = list(table["hard"])
     lines = [["mode", *(name.replace("_", " ") for name in names)]]
     for mode, row in table.items():
-        shown = [f"{row[name]:.4f}" if name == "fill" else readable(name, row[name]) for name in names]
-        lines.append([mode, *shown])
+        lines.append([mode, *(readable(name, row[name]) for name in names)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines

@@ -10,7 +10,7 @@ import errno
 import mmap
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import (
+    AlreadyExistsError,
     InvalidInputError,
     InvalidTypeError,
     NotFoundError,
@@ -154,6 +155,39 @@ def truncated_file(path: Any, reason: str) -> StorageError:
     return StorageError(errno.EIO, f"was truncated after it was mapped: {reason}; write it again", where)
 
 
+class _MappedArray:
+    """Placeholder in a pickle for an array that is mapped whole from a file; loading maps the file again."""
+
+    def __init__(self, array: Any) -> None:
+        self._place = (str(array.filename), array.dtype.str, array.offset, len(array))
+
+    def __reduce__(self) -> tuple[Callable[..., IntegerArray], tuple[str, str, int, int]]:
+        return _map_again, self._place
+
+
+def as_picklable(array: Any) -> Any:
+    """The array, or what stands for it in a pickle. A worker process then maps the file instead of getting a copy."""
+    # A view of a map keeps the map's offset, whatever part it shows. Only the map itself says where it lies.
+    if is_memory_map(array) and array.filename is not None and array.mode == "r":
+        return _MappedArray(array)
+    return np.asarray(array) if isinstance(array, np.memmap) else array
+
+
+def _map_again(path: str, dtype: str, offset: int, count: int) -> IntegerArray:
+    try:
+        return np.memmap(path, dtype, "r", offset, (count,))
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            error.errno, "is not there (any more), and a plan's lengths are mapped from it", path
+        ) from error
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"cannot be mapped for a plan's lengths: {error.strerror}", path
+        ) from error
+    except ValueError as error:
+        raise truncated_file(path, f"a plan's lengths are {count} entries of it") from error
+
+
 def _from_torch(values: Any, name: str) -> Any:
     try:
         return values.detach().cpu().numpy()
@@ -282,3 +316,15 @@ def as_new_folder(path: Any, name: str) -> Path:
         if Path(os.path.normpath(folder)) == Path.cwd():
             raise InvalidInputError(f"{name} is {str(path)!r}, the current folder; name a folder to be made")
     return folder
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Make a folder, and those above it, unless it is there; `name` is the argument that asks for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise AlreadyExistsError(
+            error.errno, f"is not a folder, so it cannot be the {name}", str(folder)
+        ) from error
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot make the {name}: {error.strerror}", str(folder)) from error

@@ -7,17 +7,19 @@ each piece as a feature of its own. Padding is one more piece, the last.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
 from tundish.packing.arguments import as_integer, as_optional_integer, check_choice, check_flag
 from tundish.packing.item import IGNORED_LABEL, collected
 from tundish.packing.loss_weights import token_weights
+from tundish.packing.mixing import PackMix
+from tundish.packing.plan import PackPlan
 from tundish.packing.samples import COLUMN_PADDING, MADE_KEYS
 
 Attention = Literal["none", "mask", "flex"]
@@ -72,7 +74,7 @@ class PackedCollator:
             weights that sum to 1, so that every sample counts alike whatever its length. A sample that is cut counts
             once for each of its pieces. None gives no weights. See `td.packing.weighted_loss`.
         pad_to: Tokens of every row, so that compiled models and CUDA graphs see one shape: packs of a batch ×
-            `max_length` of the plan. A batch with more tokens is refused.
+            `max_length` of the plan, which `for_plan` computes. A batch with more tokens is refused.
         pad_to_multiple_of: Pad each row to the next multiple of so many tokens; not with `pad_to`.
         pad_pieces_to: Pieces that `cu_seq_lens_q` and `cu_seq_lens_k` have room for, the padding among them, so that
             their shape is fixed, too: (pad_pieces_to + 1,). They end with repetitions of the last bound, which are
@@ -127,6 +129,63 @@ class PackedCollator:
                 "pad_pieces_to pads the bounds of flash attention in rows of one length: give pad_to and "
                 "return_flash_attn_kwargs=True, too"
             )
+
+    @classmethod
+    def for_plan(cls, plan: PackPlan | PackMix, batch_size: int, **options: Any) -> Self:
+        """Return a collator whose batches of a plan or mix all have one shape.
+
+        It sets `pad_to` to `batch_size` times the plan's `max_length`. With `return_flash_attn_kwargs=True` it also
+        sets `pad_pieces_to` to the most pieces that `batch_size` packs have, and one for the padding. Values of
+        `sample_columns` keep their shapes.
+
+        Args:
+            plan: The plan, or the mix.
+            batch_size: Packs of a batch at most, at least 1: those of one rank.
+            **options: The other options of `PackedCollator`.
+
+        Returns:
+            The collator.
+
+        Raises:
+            InvalidTypeError: `plan` is no plan, or an option is of a wrong type.
+            InvalidInputError: `batch_size` is below 1, the row would have 2³¹ tokens or more, an option is one of the
+                three that pad, or is refused by `PackedCollator`.
+
+        Example:
+            >>> import tundish as td
+            >>> samples = [[1, 2, 3], [4, 5], [6, 7, 8]]
+            >>> plan = td.pack([3, 2, 3], max_length=5, mode="sequential")
+            >>> collator = td.PackedCollator.for_plan(plan, batch_size=1, return_flash_attn_kwargs=True)
+            >>> collator
+            PackedCollator(return_flash_attn_kwargs=True, pad_to=5, pad_pieces_to=3)
+            >>> dataset = td.PackedDataset(samples, plan)
+            >>> [collator([item])["cu_seq_lens_q"].tolist() for item in dataset]
+            [[0, 3, 5, 5], [0, 3, 5, 5]]
+        """
+        if not isinstance(plan, PackPlan | PackMix):
+            raise InvalidTypeError(
+                f"plan is {format_type(plan)}: give a PackPlan, as pack returns it, or a PackMix"
+            )
+        if made := sorted(options.keys() & {"pad_to", "pad_to_multiple_of", "pad_pieces_to"}):
+            raise InvalidInputError(f"for_plan computes what {' and '.join(made)} would say: leave it out")
+        packs = as_integer(batch_size, "batch_size", 1, _MOST_TOKENS)
+        tokens = packs * plan.max_length
+        if tokens > _MOST_TOKENS:
+            raise InvalidInputError(
+                f"batch_size {packs} x max_length {plan.max_length} = {tokens} tokens a row; there may be "
+                f"{_MOST_TOKENS}: choose a smaller batch_size"
+            )
+        pieces = None
+        if options.get("return_flash_attn_kwargs") is True:
+            plans = plan.plans if isinstance(plan, PackMix) else (plan,)
+            pieces = packs * max(int(own.stats()["max_pieces_per_pack"]) for own in plans) + 1
+        return cls(pad_to=tokens, pad_pieces_to=pieces, **options)
+
+    def __repr__(self) -> str:
+        given = (
+            f"{name}={value!r}" for name, value in vars(self).items() if value not in (None, False, 0, "none")
+        )
+        return f"PackedCollator({', '.join(given)})"
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the model's arguments for a batch of items.
@@ -233,8 +292,8 @@ def _padded_bounds(bounds: NDArray[np.int32], pieces: int, padding: int) -> NDAr
     if missing < 0:
         own = " with its padding" if padding else ""
         raise InvalidInputError(
-            f"the batch has {len(bounds) - 1} pieces{own}, and pad_pieces_to is {pieces}: limit the pieces of a pack "
-            "with td.pack(..., max_samples=...), and add 1 for the padding"
+            f"the batch has {format_count(len(bounds) - 1, 'piece')}{own}, and pad_pieces_to is {pieces}: limit the "
+            "pieces of a pack with td.pack(..., max_samples=...), and add 1 for the padding"
         )
     return np.pad(bounds, (0, missing), mode="edge")
 

@@ -6,22 +6,21 @@ import os
 import time
 from typing import Any
 
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_share
 from tundish.packing.arguments import as_integer_array
-from tundish.packing.planning import pack
-from tundish.packing.plot import (
+from tundish.packing.inspection.plot import (
     BLUE,
     INK,
     ORANGE,
     PALE,
-    SOFT,
     as_picture_path,
     frame,
-    percent,
+    legend,
     short,
     stacked_bar,
     write_figure,
 )
+from tundish.packing.planning import pack
 
 MODES = ("hard", "best_fit", "ordered", "sequential")
 # The options, and the modes that take them.
@@ -51,7 +50,8 @@ def compare(
         max_length: As in `tundish.pack`; below 2**25 with the default window of "ordered".
         plot: Draw the table to this file, too: `.png`, `.svg` or `.pdf`.
         **options: `overlong`, `window`, `max_samples`, `align`, `costs`, `max_cost`, `seed`, `threads` and `progress`,
-            as in `tundish.pack`; each mode gets those that it takes. `overlong` is "split" by default.
+            as in `tundish.pack`; each mode gets those that it takes. `overlong` is "split" by default, so that samples
+            longer than a pack are no error.
 
     Returns:
         By mode: packs, fill, samples_cut, samples_overlong, tokens_dropped and padding, as `PackPlan.stats` counts
@@ -93,7 +93,7 @@ def draw_table(figure: Any, table: dict[str, dict[str, int | float]], max_length
     widest = max(1.0, *(full[mode] + row["tokens_dropped"] for mode, row in table.items()))
     for number, (mode, row) in enumerate(table.items()):
         text = (
-            f"{row['packs']:,} packs, {percent(row['fill'])} full, {short(row['samples_cut'])} samples cut, "
+            f"{row['packs']:,} packs, {format_share(row['fill'])} full, {short(row['samples_cut'])} samples cut, "
             f"{short(row['tokens_dropped'])} tokens dropped, {1000 * row['seconds']:.3g} ms"
         )
         packed = (full[mode] - row["padding"], BLUE)
@@ -102,8 +102,4 @@ def draw_table(figure: Any, table: dict[str, dict[str, int | float]], max_length
         )
     axes.set_yticks(range(len(table)), list(table), fontsize=11, color=INK)
     axes.set_ylim(len(table) - 0.5, -0.75)
-    legend = (("tokens in packs", BLUE), ("padding", PALE), ("dropped", ORANGE))
-    for number, (word, color) in enumerate(legend):
-        place = {"transform": axes.transAxes, "va": "top", "fontsize": 10}
-        axes.text(0.2 * number, -0.04, "\N{BLACK SQUARE}", color=color, **place)
-        axes.text(0.2 * number + 0.02, -0.04, word, color=SOFT, **place)
+    legend(axes, [("tokens in packs", BLUE), ("padding", PALE), ("dropped", ORANGE)], "below")

@@ -11,7 +11,7 @@ import itertools
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,12 @@ from tundish.errors import (
     format_integer,
     format_type,
 )
-from tundish.packing.item import ItemBuilder, Positions
+from tundish.packing.arguments import as_integer
+from tundish.packing.inspection.display import PieceText, print_item
+from tundish.packing.item import IGNORED_LABEL, ItemBuilder, Positions
 from tundish.packing.mixing import PackMix
 from tundish.packing.plan import PackBatch, PackPlan
-from tundish.packing.samples import Padding, Sample, SampleReader
+from tundish.packing.samples import SHAPE_ADVICE, Padding, Sample, SampleReader, name_sample
 
 
 class SampleSource(Protocol):
@@ -73,7 +75,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     Args:
         datasets: The dataset that the plan was made for, or a list or tuple of datasets in the plan's
             order. A list or tuple of samples is taken as one dataset. For a mix, a list with what each of its plans was
-            made for, or with the `PackedDataset` of each.
+            made for, or with the `PackedDataset` of each; or a mapping of the plans' names to these.
         plan: The result of `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. With `global_pack` sample
             indices count through all datasets. Or a mix of plans (`tundish.mix`), whose packs are then the items.
         mask_first_token: Set the label of each piece's first token to -100, because the token that predicts it belongs
@@ -109,7 +111,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        datasets: SampleSource | Sequence[SampleSource],
+        datasets: SampleSource | Sequence[SampleSource] | Mapping[str, Any],
         plan: PackPlan | PackMix,
         *,
         mask_first_token: bool = False,
@@ -210,6 +212,48 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 items[place] = item
         return items
 
+    def preview(self, n: int = 3, tokenizer: Any = None) -> None:
+        """Print the first packs: each piece, and the text of its tokens that are learned and of those that are masked.
+
+        The first token of a piece counts as masked, because `PackedCollator` masks it.
+
+        Args:
+            n: Packs to print, at least 1.
+            tokenizer: An object whose `decode` makes text of a list of token ids, as tokenizers of transformers do.
+                None prints the ids.
+
+        Raises:
+            InvalidInputError: `n` is below 1.
+            InvalidTypeError: `n` is no integer, or the tokenizer has no `decode`.
+            TundishError: A pack cannot be read, as in `__getitem__`.
+
+        Example:
+            >>> import tundish as td
+            >>> samples = [
+            ...     {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]},
+            ...     {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]},
+            ... ]
+            >>> td.PackedDataset(samples, td.pack([3, 3], max_length=5)).preview()
+            pack 0: 5 tokens in 2 pieces
+              piece 0: tokens 0:3 of sample 0, 1 learned
+                masked  1 2
+                learned 3
+              piece 1: tokens 0:2 of sample 1, 1 learned
+                masked  4
+                learned 5
+        """
+        count = min(as_integer(n, "n", 1, 2**63 - 1), len(self))
+        for number in range(count):
+            reader, pack, title = self._readers[0], number, f"pack {number}"
+            if isinstance(self.plan, PackMix):
+                of, pack = self.plan[number]
+                reader = self._readers[of]
+                title += f", pack {pack} of {self.plan.names[of]}"
+            print_item(title, reader.described(pack), tokenizer)
+
+    def __repr__(self) -> str:
+        return f"PackedDataset({format_count(len(self.datasets), 'dataset')}, {self.plan!r})"
+
     def _pack_numbers(self, indices: Sequence[int]) -> list[int]:
         count = len(self.plan)
         numbers = []
@@ -226,7 +270,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}{hint}") from None
             if not -count <= number < count:
                 raise NoSuchPackError(
-                    f"pack {format_integer(number)} does not exist: the plan has {count} packs"
+                    f"pack {format_integer(number)} does not exist: the plan has {format_count(count, 'pack')}"
                 )
             numbers.append(number + count if number < 0 else number)
         return numbers
@@ -237,13 +281,21 @@ def _readers_of_mix(
 ) -> list[_PackReader]:
     """The reader of each plan of a mix. `has_options` tells of options, which cannot change a given `PackedDataset`."""
     plans = mix.plans
+    if isinstance(datasets, Mapping):
+        if datasets.keys() != set(mix.names):
+            raise PlanMismatchError(
+                f"datasets are named {', '.join(map(repr, datasets))}, and the plans of the mix are "
+                f"{', '.join(map(repr, mix.names))}: give what each plan was made for by the plan's name"
+            )
+        datasets = [datasets[name] for name in mix.names]
     if not isinstance(datasets, list | tuple):
         raise InvalidTypeError(
-            f"datasets is {format_type(datasets)}: give a list, for a mix, of what each of its plans was made for"
+            f"datasets is {format_type(datasets)}: give a list, for a mix, of what each of its plans was made for, or "
+            "a mapping of the plans' names to it"
         )
     if len(datasets) != len(plans):
         raise PlanMismatchError(
-            f"the mix has {format_count(len(plans), 'plan')}, and {len(datasets)} datasets are given: give a list of "
+            f"the mix has {format_count(len(plans), 'plan')}, and what is given is for {len(datasets)}: give a list of "
             "what each plan was made for, in the order of the mix"
         )
     readers = []
@@ -272,6 +324,14 @@ def _readers_of_mix(
     return readers
 
 
+class _Pieces(NamedTuple):
+    """The pieces of a pack: the sample of each, the first token taken of it, and one past the last."""
+
+    samples: list[Sample]
+    starts: list[int]
+    stops: list[int]
+
+
 class _PackReader:
     """Reads the packs of a plan from the datasets that it was made for.
 
@@ -298,6 +358,14 @@ class _PackReader:
 
     def items(self, packs: list[int]) -> list[dict[str, Any]]:
         """The items of packs that exist; `PackedDataset.__getitem__` says what they hold and when they are refused."""
+        return [self.item(pieces) for pieces in self.pieces(packs)]
+
+    def item(self, pieces: _Pieces) -> dict[str, Any]:
+        """The item of a pack, of which `pieces` are the pieces."""
+        return self._builder.build(*pieces, self._plan.align)
+
+    def pieces(self, packs: list[int]) -> list[_Pieces]:
+        """The pieces of packs that exist, checked against the plan."""
         found = self._plan.lookup(np.array(packs, dtype=np.int64))
         keys = self._keys(packs, found)
         samples = self._read(packs, found, keys.tolist())
@@ -308,9 +376,24 @@ class _PackReader:
             self._check_totals(packs, found, stops - found.start)
         starts, ends = found.start.tolist(), stops.tolist()
         parts = itertools.starmap(slice, itertools.pairwise(found.piece_cu.tolist()))
-        return [
-            self._builder.build(samples[part], starts[part], ends[part], self._plan.align) for part in parts
-        ]
+        return [_Pieces(samples[part], starts[part], ends[part]) for part in parts]
+
+    def described(self, pack: int) -> list[PieceText]:
+        """The pieces of a pack with tokens, for a preview."""
+        (pieces,) = self.pieces([pack])
+        item = self.item(pieces)
+        bounds = item["cu_seqlens"].tolist()
+        held = [piece for piece in zip(*pieces, strict=True) if piece[1] < piece[2]]
+        found = []
+        for (sample, start, stop), first, end in zip(held, bounds[:-1], bounds[1:], strict=True):
+            own = slice(first, first + stop - start)
+            is_learned = item["labels"][own].numpy() != IGNORED_LABEL
+            is_learned[0] = False
+            several = len(self.datasets) > 1
+            name = name_sample(sample.dataset, sample.number) if several else f"sample {sample.number}"
+            tokens = item["input_ids"][own].numpy()
+            found.append(PieceText(name, start, stop, tokens, is_learned, end - own.stop))
+        return found
 
     def _keys(self, packs: list[int], found: PackBatch) -> NDArray[np.int64]:
         """The number of each piece's sample, counted through all datasets, (pieces,).
@@ -357,8 +440,8 @@ class _PackReader:
                     wrong = next(place for place, length in enumerate(actual) if length != planned[place])
                     pack = packs[_row_of(found, keys.index(own[wrong]))]
                     raise PlanMismatchError(
-                        f"sample {wanted[wrong]} of dataset {number} has {actual[wrong]} tokens, the plan was made "
-                        f"for {planned[wrong]} (pack {pack}): plan the samples as they are now"
+                        f"sample {wanted[wrong]} of dataset {number} has {format_count(actual[wrong], 'token')}, the "
+                        f"plan was made for {planned[wrong]} (pack {pack}): plan the samples as they are now"
                     )
             samples.update(zip(own, read, strict=True))
         return [samples[key] for key in keys]
@@ -382,7 +465,8 @@ class _PackReader:
         listed = list(given)
         if len(listed) != len(wanted):
             raise InvalidTypeError(
-                f"__getitems__ of dataset {number} gave {len(listed)} samples for {len(wanted)} indices"
+                f"__getitems__ of dataset {number} gave {format_count(len(listed), 'sample')} for "
+                f"{len(wanted)} indices"
             )
         return [read(row, number, index) for index, row in zip(wanted, listed, strict=True)]
 
@@ -467,13 +551,16 @@ def _as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSou
     # If there are as many "datasets" as the plan has samples, they may be samples of a wrong type.
     hint = ""
     if several and num_samples == (len(found),):
-        first = found[0]
-        entry = f" of {type(first[0]).__name__}" if isinstance(first, list | tuple) and first else ""
         hint = (
             f"; or, if these are the samples of one dataset: a sample is a dict or one-dimensional token ids, which "
-            f"are integers, and the first is {format_type(first)}{entry}"
+            f"are integers, and the first is {_described(found[0])}"
         )
     for number, dataset in enumerate(found):
+        if isinstance(dataset, torch.Tensor) and dataset.is_nested:
+            raise InvalidTypeError(
+                f"dataset {number} is a nested tensor, which holds samples of its own: give the list of them, as "
+                f"unbind() returns it{hint}"
+            )
         if _is_row(dataset):
             raise InvalidTypeError(
                 f"dataset {number} is {format_type(dataset)} of one dimension, which is one sample: a dataset of this "
@@ -515,10 +602,21 @@ def _as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSou
     for number, (dataset, expected) in enumerate(zip(found, num_samples, strict=True)):
         if len(dataset) != expected:
             raise PlanMismatchError(
-                f"dataset {number} has {len(dataset)} samples, the plan was made for {expected}: "
+                f"dataset {number} has {format_count(len(dataset), 'sample')}, the plan was made for {expected}: "
                 "pass the dataset that was planned, or plan this one"
             )
     return found
+
+
+def _described(sample: Any) -> str:
+    """What a sample is that is none."""
+    if isinstance(sample, list | tuple) and sample:
+        return f"{format_type(sample)} of {type(sample[0]).__name__}"
+    if isinstance(sample, torch.Tensor) and sample.is_nested:
+        return "a nested tensor"
+    if isinstance(sample, np.ndarray | torch.Tensor) and sample.ndim > 1:
+        return f"{format_type(sample)} of shape {tuple(sample.shape)}; {SHAPE_ADVICE}"
+    return format_type(sample)
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -40,6 +40,8 @@ from tundish.packing.arguments import (
     check_choice,
     check_sharing,
 )
+from tundish.packing.inspection.display import mix_as_html
+from tundish.packing.inspection.plan_stats import mix_stats
 from tundish.packing.plan import PackPlan, pack_numbers
 from tundish.progress import ProgressLine
 from tundish.regular_files import read_regular_file
@@ -53,15 +55,13 @@ FORMAT_VERSION = 2
 ORDER_VERSION = 1
 # The largest file that is read: a million plans fit.
 LARGEST_FILE = 256 << 20
-# Packs that are counted together: some megabytes of temporaries.
-PACKS_AT_ONCE = 1 << 18
 # Packs that are made together when a mix is iterated.
 ITERATED = 1 << 10
 
 
 def mix(
-    plans: Sequence[Any],
-    weights: Sequence[float],
+    plans: Sequence[Any] | Mapping[str, Any],
+    weights: Sequence[float] | Mapping[str, float],
     *,
     num_packs: int | None = None,
     epochs: int | None = None,
@@ -94,9 +94,10 @@ def mix(
     `num_packs` packs. With `"drop"`, shares count from the place where a plan last left.
 
     Args:
-        plans: The plans, or the `PackedDataset`s of plans.
-        weights: A number for each plan: finite, at least 0, in any unit. With the weight 0 a plan takes no part, and
-            its epochs do not count; at least one weight must be above 0. A plan without packs must have the weight 0.
+        plans: The plans, or the `PackedDataset`s of plans: a list, or a mapping of names to them.
+        weights: A number for each plan, in a list or by the plans' names: finite, at least 0, in any unit. With the
+            weight 0 a plan takes no part, and its epochs do not count; at least one weight must be above 0. A plan
+            without packs must have the weight 0.
         num_packs: The most packs of the mix, 1 … 2⁴⁸.
         epochs: Epochs after which a plan is through, at least 1.
         seed: 0 … 2³² − 1; the same on every rank.
@@ -122,17 +123,18 @@ def mix(
     Example:
         >>> import tundish as td
         >>> web, code = td.pack([8] * 90, 8), td.pack([8] * 10, 8)
-        >>> mix = td.mix([web, code], [0.7, 0.3], num_packs=100)
+        >>> mix = td.mix({"web": web, "code": code}, {"web": 0.7, "code": 0.3}, num_packs=100)
         >>> [mix[place].plan for place in range(10)]
         [0, 0, 1, 0, 0, 1, 0, 0, 1, 0]
-        >>> mix.stats()["given"], mix.stats()["epochs"][1]
-        ([0.7, 0.3], 3.0)
+        >>> stats = mix.stats()
+        >>> dict(zip(stats["names"], stats["epochs"])), stats["tokens"]
+        ({'web': 0.7777777777777778, 'code': 3.0}, [560, 240])
     """
 
     def checked() -> MixParameters:
         check_sharing(share, group)
         check_choice(exhausted, "exhausted", EXHAUSTED)
-        found = _as_plans(plans)
+        names, found = _as_plans(plans)
         most = as_optional_integer(num_packs, "num_packs", 1, LARGEST_MIX)
         through = as_optional_integer(epochs, "epochs", 1, LARGEST_MIX)
         if through is None and (exhausted != "repeat" or most is None):
@@ -143,11 +145,12 @@ def mix(
             exhausted=exhausted,
             epochs=through,
             num_packs=most,
-            stages=(Stage(0, _as_weights(weights, len(found))),),
+            stages=(Stage(0, _as_weights(weights, names)),),
         )
 
     parameters, packs = _agreed_order(checked, share=share, group=group, progress=progress)
-    return PackMix(_as_plans(plans), packs, parameters)
+    names, found = _as_plans(plans)
+    return PackMix(found, packs, parameters, names)
 
 
 class MixedPack(NamedTuple):
@@ -165,10 +168,12 @@ class PackMix:
 
     Attributes:
         plans: The plans, in the order in which they were given.
+        names: The name of each plan; "plan 0", "plan 1" … where none were given.
         packs: The packs in their order, numbered through all plans, (packs of the mix,), int32 or int64, read-only.
             Pack *k* of plan *p* has the number *k* + the packs of all plans before *p*.
         max_length: The most tokens of a pack, the largest `max_length` of the plans.
         weights: The weight of each plan; after `resume`, those that hold at the end.
+        since: The first pack for which these weights hold: 0 without `resume`.
         seed: The seed of the orders in which each plan's packs come.
         exhausted: What happens when a plan is through: "repeat", "stop" or "drop".
         epochs: Epochs after which a plan is through; None if it never is.
@@ -187,14 +192,17 @@ class PackMix:
         plans: Sequence[PackPlan],
         packs: IntegerArray,
         parameters: MixParameters,
+        names: Sequence[str],
     ) -> None:
         """Make a mix of an order that was computed; `mix`, `resume` and `load` call it."""
         self.plans = tuple(plans)
+        self.names = tuple(names)
         # Unpickled arrays are writable.
         packs.flags.writeable = False
         self.packs = packs
         self.max_length: int = max(plan.max_length for plan in self.plans)
         self.weights: list[float] = list(parameters.stages[-1].weights)
+        self.since: int = parameters.stages[-1].start
         self.seed: int = parameters.seed
         self.exhausted: str = parameters.exhausted
         self.epochs: int | None = parameters.epochs
@@ -233,10 +241,17 @@ class PackMix:
         return list(map(MixedPack, plans.tolist(), packs.tolist()))
 
     def __repr__(self) -> str:
-        return (
-            f"PackMix({len(self)} packs of {format_count(len(self.plans), 'plan')}, weights={self.weights}, "
-            f"exhausted={self.exhausted!r}, fingerprint={self.fingerprint[:12]}…)"
+        weights = ", ".join(
+            f"{name}: {weight:g}" for name, weight in zip(self.names, self.weights, strict=True)
         )
+        return (
+            f"PackMix({format_count(len(self), 'pack')} of {format_count(len(self.plans), 'plan')}, "
+            f"weights={{{weights}}}, exhausted={self.exhausted!r}, fingerprint={self.fingerprint[:12]}…)"
+        )
+
+    def _repr_html_(self) -> str:
+        """The plans and their shares as a small table, for notebooks."""
+        return mix_as_html(self)
 
     def lookup(self, places: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which packs come in many places.
@@ -260,12 +275,10 @@ class PackMix:
         asked = as_integer_array(places, "places")
         outside = (asked < 0) | (asked >= len(self))
         if outside.any():
-            raise NoSuchPackError(f"pack {asked[outside][0]} does not exist: the mix has {len(self)} packs")
+            raise NoSuchPackError(
+                f"pack {asked[outside][0]} does not exist: the mix has {format_count(len(self), 'pack')}"
+            )
         packs = np.asarray(self.packs)[asked].astype(np.int64)
-        return self._split(packs)
-
-    def _split(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The plan of each pack, and its number there, for packs that are numbered through all plans."""
         # Plans without packs begin where the next plan begins; the last that begins there has the pack.
         plans = np.searchsorted(self._bounds[:-1], packs, side="right") - 1
         return plans, packs - self._bounds[plans]
@@ -275,10 +288,13 @@ class PackMix:
 
         Returns:
             packs: Packs of the mix.
-            asked: The share that each plan's weight asks for, a list of floats that add up to 1; after `resume`, the
-                mean over all packs.
-            given: The share of the packs that each plan has; 0.0 in an empty mix.
-            taken: Packs of each plan in the mix; those that come again count again.
+            names: The names of the plans; the other lists are in their order.
+            since: The first pack for which the present weights hold: 0 without `resume`.
+            asked: The share of the packs that each plan's present weight asks for; the shares add up to 1.
+            given: The share that each plan has of the packs from `since` on; 0.0 if there are none.
+            taken: Packs of each plan in the whole mix; those that come again count again.
+            tokens: Tokens of these packs, without padding: exact for whole epochs of a plan. The packs of a begun epoch
+                count with the plan's mean.
             epochs: How often the mix goes through each plan: `taken` over its packs, 0.0 for a plan without packs.
 
         Example:
@@ -288,37 +304,12 @@ class PackMix:
             >>> stats["asked"], stats["given"], stats["taken"], stats["epochs"][1]
             ([0.75, 0.25], [0.75, 0.25], [6, 2], 2.0)
         """
-        taken = np.zeros(len(self.plans), dtype=np.int64)
-        for start in range(0, len(self), PACKS_AT_ONCE):
-            packs = np.asarray(self.packs[start : start + PACKS_AT_ONCE]).astype(np.int64)
-            taken += np.bincount(self._split(packs)[0], minlength=len(self.plans))
-        counts = np.maximum(np.diff(self._bounds), 1)
-        return {
-            "packs": len(self),
-            "asked": self._asked().tolist(),
-            "given": (taken / max(len(self), 1)).tolist(),
-            "taken": taken.tolist(),
-            "epochs": (taken / counts).tolist(),
-        }
-
-    def _asked(self) -> NDArray[np.float64]:
-        """The share that the weights ask for, as a mean over the stages."""
-        stages = self._parameters.stages
-        stops = [*(stage.start for stage in stages[1:]), len(self)]
-        packs = [stop - stage.start for stage, stop in zip(stages, stops, strict=True)]
-        if not any(packs):
-            packs[-1] = 1
-        shares = np.zeros(len(self.plans))
-        for stage, count in zip(stages, packs, strict=True):
-            # The sum of large weights may be beyond every float.
-            weights = np.array(stage.weights) / max(stage.weights)
-            shares += weights / weights.sum() * (count / sum(packs))
-        return shares
+        return mix_stats(self)
 
     def resume(
         self,
         *,
-        weights: Sequence[float],
+        weights: Sequence[float] | Mapping[str, float],
         after: int,
         share: bool = False,
         group: Any = None,
@@ -360,10 +351,10 @@ class PackMix:
         def resumed() -> MixParameters:
             check_sharing(share, group)
             start = as_integer(after, "after", 0, len(self))
-            return self._parameters.resumed(start, _as_weights(weights, len(self.plans)))
+            return self._parameters.resumed(start, _as_weights(weights, self.names))
 
         parameters, packs = _agreed_order(resumed, share=share, group=group, progress=progress)
-        return PackMix(self.plans, packs, parameters)
+        return PackMix(self.plans, packs, parameters, self.names)
 
     def packs_in_common(self, fingerprint: str) -> int | None:
         """The number of packs that this mix has in common with a mix that it was resumed from.
@@ -427,7 +418,7 @@ class PackMix:
     def load(
         cls,
         path: str | os.PathLike[str],
-        plans: Sequence[Any],
+        plans: Sequence[Any] | Mapping[str, Any],
         *,
         share: bool = False,
         group: Any = None,
@@ -437,7 +428,7 @@ class PackMix:
 
         Args:
             path: A file made by `save`.
-            plans: The plans (or datasets) of the mix, in their order.
+            plans: The plans (or datasets) of the mix, in their order. The file has no names: a mapping gives them.
             share: As in `tundish.mix`.
             group: As in `tundish.mix`.
             progress: Show progress; by default on a terminal.
@@ -464,7 +455,7 @@ class PackMix:
 
         def read() -> MixParameters:
             check_sharing(share, group)
-            file, given = as_absolute(path, "path"), _as_plans(plans)
+            file, (_, given) = as_absolute(path, "path"), _as_plans(plans)
             parameters = _read(file)
             expected = [plan.fingerprint for plan in parameters.plans]
             found = [plan.fingerprint for plan in given]
@@ -482,10 +473,11 @@ class PackMix:
             return parameters
 
         parameters, packs = _agreed_order(read, share=share, group=group, progress=progress)
-        return cls(_as_plans(plans), packs, parameters)
+        names, found = _as_plans(plans)
+        return cls(found, packs, parameters, names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.plans, self.packs, self._parameters)
+        return type(self), (self.plans, self.packs, self._parameters, self.names)
 
 
 class PlanIdentity(NamedTuple):
@@ -619,44 +611,59 @@ def _order(parameters: MixParameters, progress: bool | None) -> IntegerArray:
     return packs
 
 
-def _as_plans(plans: Any) -> list[PackPlan]:
-    """The plans that are given, themselves or as datasets that have them.
+def _as_plans(plans: Any) -> tuple[list[str], list[PackPlan]]:
+    """The names of the plans, and the plans, which are given themselves or as datasets that have them.
 
     Raises:
-        InvalidTypeError: They are no list, or one is neither a plan nor a `PackedDataset` of a plan.
+        InvalidTypeError: They are no list or mapping, a name is no text, or one is neither a plan nor a `PackedDataset`
+            of a plan.
         InvalidInputError: There are none.
     """
-    if not isinstance(plans, list | tuple):
-        raise InvalidTypeError(f"plans is {format_type(plans)}: give a list of plans, or of PackedDatasets")
+    if not isinstance(plans, list | tuple | Mapping):
+        raise InvalidTypeError(
+            f"plans is {format_type(plans)}: give a list of plans, or of PackedDatasets, or a mapping of names to them"
+        )
     if not plans:
         raise InvalidInputError("plans is empty: give at least one plan")
+    is_named = isinstance(plans, Mapping)
+    named = dict(plans) if is_named else {f"plan {number}": given for number, given in enumerate(plans)}
     found = []
-    for number, given in enumerate(plans):
+    for number, (name, given) in enumerate(named.items()):
+        if not isinstance(name, str):
+            raise InvalidTypeError(f"plans has the key {name!r:.100}: a name of a plan is a text")
         plan = given if isinstance(given, PackPlan) else getattr(given, "plan", None)
         if not isinstance(plan, PackPlan):
             raise InvalidTypeError(
-                f"plans[{number}] is {format_type(given)}: give a PackPlan, as pack returns it, or the "
-                "PackedDataset of one"
+                f"plans[{name if is_named else number!r}] is {format_type(given)}: give a PackPlan, as pack returns "
+                "it, or the PackedDataset of one"
             )
         found.append(plan)
-    return found
+    return list(named), found
 
 
-def _as_weights(weights: Any, plans: int) -> tuple[float, ...]:
+def _as_weights(weights: Any, names: Sequence[str]) -> tuple[float, ...]:
     """`weights` as one float for each plan; the compiled module checks their values.
 
     Raises:
-        InvalidTypeError: The weights are no sequence of numbers.
-        InvalidInputError: There are not as many weights as plans, or one is beyond every float.
+        InvalidTypeError: The weights are neither a sequence of numbers nor a mapping to them.
+        InvalidInputError: There are not as many weights as plans, they have other names, or one is beyond every float.
     """
+    if isinstance(weights, Mapping):
+        if weights.keys() != set(names):
+            raise InvalidInputError(
+                f"weights are for {', '.join(map(repr, weights))}, and the plans are "
+                f"{', '.join(map(repr, names))}: give one weight for each plan, by its name"
+            )
+        weights = [weights[name] for name in names]
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, list | tuple):
         raise InvalidTypeError(
-            f"weights is {format_type(weights)}: give a list of numbers, one for each plan"
+            f"weights is {format_type(weights)}: give a list of numbers, one for each plan, or a mapping of the plans' "
+            "names to them"
         )
-    if len(given) != plans:
+    if len(given) != len(names):
         raise InvalidInputError(
-            f"{format_count(len(given), 'weight')} for {format_count(plans, 'plan')}: give one for each plan"
+            f"{format_count(len(given), 'weight')} for {format_count(len(names), 'plan')}: give one for each plan"
         )
     found = []
     for number, weight in enumerate(given):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,31 +20,33 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish import _native
+from tundish import _native, logs
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
     InvalidTypeError,
     NoSuchPackError,
-    NotFoundError,
     OutOfMemoryError,
     PlanMismatchError,
-    StorageError,
     TundishError,
     format_count,
     format_integer,
+    format_share,
 )
 from tundish.packing.arguments import (
     IntegerArray,
     as_absolute,
+    as_integer,
     as_integer_array,
     as_length_arrays,
     as_new_folder,
-    is_memory_map,
-    truncated_file,
+    as_picklable,
 )
-from tundish.packing.plan_stats import plan_ledger, plan_stats
+from tundish.packing.inspection.display import plan_as_html, print_packs
+from tundish.packing.inspection.plan_stats import plan_ledger, plan_stats
 from tundish.progress import ProgressLine
+
+_logger = logging.getLogger("tundish.packing")
 
 FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
 PIECE_FIELDS = ("piece_start", "piece_stop")
@@ -125,7 +129,9 @@ def pack_numbers(index: Any, packs: int, what: str = "plan") -> int | range:
         raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
     number = asked + packs if asked < 0 else asked
     if not 0 <= number < packs:
-        raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the {what} has {packs} packs")
+        raise NoSuchPackError(
+            f"pack {format_integer(asked)} does not exist: the {what} has {format_count(packs, 'pack')}"
+        )
     return number
 
 
@@ -335,9 +341,30 @@ class PackPlan:
     def __repr__(self) -> str:
         where = f", path={str(self.path)!r}" if self.path else ""
         return (
-            f"PackPlan({len(self)} packs of {'' if self.mode == 'hard' else 'up to '}{self.max_length} tokens, "
-            f"{len(self.indices)} pieces, "
-            f"mode={self.mode!r}, fingerprint={self.fingerprint[:12]}…{where})"
+            f"PackPlan({self._summary()}, {format_count(len(self.indices), 'piece')}, mode={self.mode!r}, "
+            f"fingerprint={self.fingerprint[:12]}…{where})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The plan as a small table, for notebooks."""
+        return plan_as_html(self)
+
+    def _summary(self) -> str:
+        most = "" if self.mode == "hard" else "up to "
+        return f"{format_count(len(self), 'pack')} of {most}{format_count(self.max_length, 'token')}"
+
+    def log(self, what: str, start: float) -> None:
+        """Log at INFO, in the first process of the job, what was done with the plan since `start` of `perf_counter`."""
+        stats = self.stats()
+        logs.info(
+            _logger,
+            "%s: %s, %s full, of %s and %s, in %.1f s",
+            what,
+            self._summary(),
+            format_share(stats["fill"]),
+            format_count(int(stats["samples"]), "sample"),
+            format_count(int(stats["tokens_packed"]), "token"),
+            time.perf_counter() - start,
         )
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
@@ -535,6 +562,16 @@ class PackPlan:
             >>> td.PackPlan.load(folder, lengths=[5, 3, 9])[0].pieces[0].stop
             5
         """
+        start = time.perf_counter()
+        plan = cls.map_folder(path, lengths, progress=progress)
+        plan.log(f"loaded {plan.path}", start)
+        return plan
+
+    @classmethod
+    def map_folder(
+        cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None
+    ) -> Self:
+        """Map a plan as `load` does, without a line in the log."""
         folder = as_absolute(path, "path")
         with ProgressLine("plan", progress) as line:
             metadata, columns, checks = _native.open_plan(folder, line.callback)
@@ -594,7 +631,8 @@ class PackPlan:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.
 
         The plot shows the samples' lengths, the pieces of a pack, how many samples are cut or overlong, and the tokens
-        that are lost, beside the cost of padding. Without lengths it shows each pack's longest piece instead.
+        that are lost, beside the padding of batches of 8 samples that are padded to their longest. Without lengths it
+        shows each pack's longest piece instead, and no such batches.
 
         Args:
             path: The file to write; it appears complete and durable.
@@ -605,14 +643,49 @@ class PackPlan:
             StorageError: The file cannot be written.
             NotFoundError: Its folder does not exist.
         """
-        from tundish.packing.plot import plot_plan
+        from tundish.packing.inspection.plot import plot_plan
 
         plot_plan(self, path)
+
+    def preview(self, n: int = 3, tokenizer: Any = None, *, samples: Any = None) -> None:
+        """Print the first packs: where each piece comes from, and with the samples its text and what is learned of it.
+
+        Args:
+            n: Packs to print, at least 1.
+            tokenizer: An object whose `decode` makes text of a list of token ids. It needs `samples`.
+            samples: What the plan was made for, as `PackedDataset` takes it: a plan holds numbers, and no tokens. Then
+                `PackedDataset(samples, plan).preview` prints the packs.
+
+        Raises:
+            InvalidInputError: `n` is below 1, or there is a tokenizer and no samples.
+            InvalidTypeError: `n` is no integer.
+            TundishError: With samples, as `PackedDataset` and its `preview`.
+
+        Example:
+            >>> from tundish import pack
+            >>> pack([5, 3, 9], 8).preview(1)
+            pack 0: 8 tokens in 2 pieces
+              piece 0: tokens 0:5 of sample 0
+              piece 1: tokens 0:3 of sample 1
+        """
+        if samples is not None:
+            # Imports torch.
+            from tundish.packing.dataset import PackedDataset
+
+            PackedDataset(samples, self).preview(n, tokenizer)
+            return
+        if tokenizer is not None:
+            raise InvalidInputError(
+                "a plan holds no tokens that the tokenizer could decode: give the samples, too, as in "
+                "plan.preview(3, tokenizer, samples=samples)"
+            )
+        several = len(self.num_samples) > 1 and not self.global_pack
+        print_packs(self[: as_integer(n, "n", 1, 2**63 - 1)], several_datasets=several)
 
     @classmethod
     def _in_folder(cls, path: Path, fingerprint: str, lengths: list[IntegerArray] | None) -> Self:
         """Map the plan that was pickled as its folder."""
-        plan = cls.load(path, lengths, progress=False)
+        plan = cls.map_folder(path, lengths, progress=False)
         if plan.fingerprint != fingerprint:
             raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
         return plan
@@ -622,36 +695,3 @@ class PackPlan:
         if self.path is not None:
             return self._in_folder, (self.path, self.fingerprint, lengths)
         return partial(type(self), lengths=lengths), (self._columns, self._metadata_json)
-
-
-class _MappedArray:
-    """Placeholder in a pickle for an array that is mapped whole from a file; loading maps the file again."""
-
-    def __init__(self, array: Any) -> None:
-        self._place = (str(array.filename), array.dtype.str, array.offset, len(array))
-
-    def __reduce__(self) -> tuple[Callable[..., IntegerArray], tuple[str, str, int, int]]:
-        return _map_again, self._place
-
-
-def as_picklable(array: Any) -> Any:
-    """The array, or what stands for it in a pickle. A worker process then maps the file instead of getting a copy."""
-    # A view of a map keeps the map's offset, whatever part it shows. Only the map itself says where it lies.
-    if is_memory_map(array) and array.filename is not None and array.mode == "r":
-        return _MappedArray(array)
-    return np.asarray(array) if isinstance(array, np.memmap) else array
-
-
-def _map_again(path: str, dtype: str, offset: int, count: int) -> IntegerArray:
-    try:
-        return np.memmap(path, dtype, "r", offset, (count,))
-    except FileNotFoundError as error:
-        raise NotFoundError(
-            error.errno, "is not there (any more), and a plan's lengths are mapped from it", path
-        ) from error
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"cannot be mapped for a plan's lengths: {error.strerror}", path
-        ) from error
-    except ValueError as error:
-        raise truncated_file(path, f"a plan's lengths are {count} entries of it") from error

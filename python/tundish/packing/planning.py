@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -37,6 +38,7 @@ from tundish.packing.arguments import (
     as_length_arrays,
     as_new_folder,
     check_sharing,
+    make_folder,
 )
 from tundish.packing.plan import PackPlan, fields_of
 from tundish.progress import ProgressLine
@@ -93,7 +95,8 @@ def pack(
             the plan, unless they come from `tundish.shm.node_shared` or are mapped whole from a file.
         max_length: Tokens of a pack, at least 1, and at most 2**28 in all modes but "hard". Packs of whole samples
             may have fewer.
-        mode: "hard", "best_fit", "ordered" or "sequential".
+        mode: "hard", "best_fit", "ordered" or "sequential". "hard" is the default because it takes samples of any
+            length, and no token of a full pack is padding.
         seed: 0 … 2**32 - 1 to shuffle the samples exactly as
             `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` does. None keeps their order. In "best_fit" the
             seed shuffles the samples of each length, and the packs.
@@ -280,8 +283,14 @@ class _Destination:
 
 def _build(request_of: Callable[[], Request], destination: _Destination) -> PackPlan:
     """Build the plan of the request that `request_of` makes; an error of it is one of the arguments."""
-    if destination.is_collective:
-        return _build_shared(request_of, destination)
+    start = time.perf_counter()
+    build = _build_shared if destination.is_collective else _build_alone
+    plan = build(request_of, destination)
+    plan.log("plan" if plan.path is None else f"plan {plan.path}", start)
+    return plan
+
+
+def _build_alone(request_of: Callable[[], Request], destination: _Destination) -> PackPlan:
     with ProgressLine("pack", destination.progress) as line:
         destination.check()
         request = request_of()
@@ -339,12 +348,12 @@ def map_plan(request: Request, destination: _Destination, expected: str, tick: T
     """
     target = destination.folder(expected)
     if destination.cache_dir is not None and not path_exists(target / "plan.json"):
-        _make_folder(target.parent)
+        make_folder(target.parent, "cache_dir")
         # If another process publishes first, its plan is mapped.
         publish_plan(request, target, tick, expected)
     advice = f"to have it made again, remove {target} and make the same call"
     try:
-        plan = PackPlan.load(target, progress=False)
+        plan = PackPlan.map_folder(target, progress=False)
     except PlanFormatError as error:
         raise PlanFormatError(f"{error}; {advice}") from error
     except NotFoundError as error:
@@ -359,19 +368,8 @@ def map_plan(request: Request, destination: _Destination, expected: str, tick: T
     return plan.with_lengths(request["lengths"])
 
 
-def _make_folder(cache: Path) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise AlreadyExistsError(
-            error.errno, "is not a folder, so it cannot be the cache_dir", str(cache)
-        ) from error
-    except OSError as error:
-        raise StorageError(error.errno, f"cannot make the cache_dir: {error.strerror}", str(cache)) from error
-
-
 def _build_shared(request_of: Callable[[], Request], destination: _Destination) -> PackPlan:
-    """As `_build`, on all ranks. Collective."""
+    """As `_build_alone`, on all ranks. Collective."""
     from tundish.distributed import Voter, same_arguments, voter_of
 
     # This voter stays for the next call, which then notices a rank that is gone.

@@ -33,6 +33,7 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     StateMismatchError,
+    format_count,
     format_integer,
     format_type,
 )
@@ -147,6 +148,20 @@ class PackedBatchSampler:
         self._steps = self._packs // global_batch if drop_last else -(-self._packs // global_batch)
         self._first_step = 0
         self._newest: _Steps | None = None
+
+    def __repr__(self) -> str:
+        names = (
+            "batch_size",
+            "rank",
+            "world_size",
+            "seed",
+            "epoch",
+            "shuffle",
+            "drop_last",
+            "group_by_longest",
+        )
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"PackedBatchSampler({format_count(self._steps, 'step')} of {self._plan!r}, {options})"
 
     @property
     def batch_size(self) -> int:

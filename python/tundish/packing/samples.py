@@ -64,6 +64,9 @@ MEANINGFUL_KEYS = frozenset({"labels", *MASK_KEYS, *CONSTANT_KEYS, *MADE_KEYS})
 # A message lists at most so many keys.
 _SHOWN_KEYS = 8
 
+# For samples of shape (1, tokens).
+SHAPE_ADVICE = "a tokenizer gives rows with return_tensors=: leave that out, or take row [0]"
+
 # As `drop_columns`: all keys that are not known.
 _UNKNOWN = "unknown"
 
@@ -409,6 +412,11 @@ def _as_array(value: Any, key: str | None, dataset: int, number: int, kind: _Kin
             return integers
     import torch
 
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise InvalidTypeError(
+            f"{name_sample(dataset, number, key)} is a nested tensor, which holds several tensors: give each as a "
+            "sample of its own"
+        )
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -429,7 +437,7 @@ def _as_array(value: Any, key: str | None, dataset: int, number: int, kind: _Kin
     if array.ndim != 1:
         raise InvalidTypeError(
             f"{name_sample(dataset, number, key)} is {format_type(value)} of shape {array.shape}: give one-dimensional "
-            f"{kind.name}"
+            f"{kind.name}{f'; {SHAPE_ADVICE}' if array.ndim > 1 else ''}"
         )
     if array.dtype.kind not in kind.kinds and array.size:
         raise InvalidTypeError(

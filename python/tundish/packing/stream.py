@@ -57,8 +57,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     exactly so many packs and stops: ranks that each pack a part of the data then take the same number of steps.
 
     A sample is checked before any of its tokens comes into a pack. Memory: at most `window + 1` packs of `max_length`
-    tokens, and twice the sample that was read last. A token takes 8 bytes, or 16 if
-    samples have labels or masks of their own, and what the columns take.
+    tokens, and twice the sample that was read last. A token takes 8 bytes, or 16 if samples have labels or masks of
+    their own, and what the columns take.
 
     In the workers of a `DataLoader`, each worker packs a part of the samples. A torch `IterableDataset` (those of
     Hugging Face and of webdataset are) splits itself and is left alone. Of any other source, each worker reads all
@@ -68,7 +68,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         samples: An iterable of samples: a streaming dataset, a list, an object whose `__iter__` makes a generator. A
             generator passes once.
         max_length: Tokens a pack, at least 1, and at most 2**28 unless the mode is "hard".
-        mode: "ordered", "sequential" or "hard".
+        mode: "ordered", "sequential" or "hard". "ordered" is the default, unlike in `pack`: what is streamed and not
+            counted beforehand is mostly samples to be kept whole.
         window: For "ordered" only: open packs, as in `pack`, by default 64.
         overlong: As in `pack`: what happens to samples longer than `max_length`, unless the mode is "hard". "error",
             the default, raises when such a sample comes.
@@ -204,8 +205,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         """Return the state after the last pack that was given out.
 
         It holds the packs that were not given out, and how far the source is: its own state if it has `state_dict` and
-        `load_state_dict`, else the number of samples that it gave. With workers each worker
-        has a state, which torchdata's `StatefulDataLoader` collects.
+        `load_state_dict`, else the number of samples that it gave. With workers each worker has a state, which
+        torchdata's `StatefulDataLoader` collects.
 
         Packs that a loader fetched count as given out. So take the state after each step: after an error it also counts
         the packs of a batch that a `DataLoader` did not finish, which a resume would leave out.
@@ -277,6 +278,10 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     def _distributed(self) -> Any:
         """How a Hugging Face source is split by node: a `DispatchLoader` refuses to read one rank's part for all."""
         return getattr(self.samples, "_distributed", None)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options.items() if value is not None)
+        return f"PackedStream({type(self.samples).__name__}, {options})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the iteration: a copy in another process begins its own."""

@@ -27,6 +27,7 @@ from tundish.errors import (
     NotPicklableError,
     StateMismatchError,
     TimedOutError,
+    format_count,
 )
 from tundish.progress import ProgressLine
 from tundish.saved_states import check_state
@@ -459,6 +460,14 @@ class DispatchLoader(Generic[T_co]):
             self._steps.leave()
             scatter = self._scatter
             self._steps.over.add_done_callback(lambda _: scatter.close())
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "DispatchLoader(closed)"
+        participants = self._scatter.participants
+        data = type(self._loader).__name__ if self._scatter.is_source else f"from rank {participants.source}"
+        ranks = format_count(len(participants.ranks), "rank")
+        return f"DispatchLoader({data}, {ranks}, epoch={self._state.epoch}, tail={self._tail!r})"
 
     def __reduce__(self) -> NoReturn:
         # `copy.copy` would close the original's channels with the copy.

@@ -62,7 +62,7 @@ pub fn balanced_parts(
     if equal_counts && !samples.is_multiple_of(parts) {
         let over = samples % parts;
         return invalid(format!(
-            "equal_counts: {samples} samples cannot be split into {parts} parts of one count; leave out {over} samples, \
+            "equal_counts: {samples} samples cannot be split into {parts} parts of one count; leave out {over} of them, \
              add {}, or set equal_counts=False",
             parts - over
         ));

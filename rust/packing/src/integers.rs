@@ -97,41 +97,17 @@ macro_rules! source {
 }
 source!(i8, i16, i32, i64, u8, u16, u32, u64);
 
+/// Evaluate `$body` with `$type` as the type of a column of `$kind`.
 macro_rules! with_type {
     ($kind:expr, $type:ident => $body:expr) => {
+        with_type!($kind, $type => $body; I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32, U64 u64)
+    };
+    ($kind:expr, $type:ident => $body:expr; $($variant:ident $machine:ty),*) => {
         match $kind {
-            IntegerKind::I8 => {
-                type $type = i8;
+            $(IntegerKind::$variant => {
+                type $type = $machine;
                 $body
-            }
-            IntegerKind::I16 => {
-                type $type = i16;
-                $body
-            }
-            IntegerKind::I32 => {
-                type $type = i32;
-                $body
-            }
-            IntegerKind::I64 => {
-                type $type = i64;
-                $body
-            }
-            IntegerKind::U8 => {
-                type $type = u8;
-                $body
-            }
-            IntegerKind::U16 => {
-                type $type = u16;
-                $body
-            }
-            IntegerKind::U32 => {
-                type $type = u32;
-                $body
-            }
-            IntegerKind::U64 => {
-                type $type = u64;
-                $body
-            }
+            })*
         }
     };
 }

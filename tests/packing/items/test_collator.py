@@ -504,3 +504,52 @@ def test_the_move_of_a_block_mask_takes_its_document_ids_along() -> None:
 def test_another_kind_of_attention_is_refused(attention: Any) -> None:
     with pytest.raises(TundishError, match=r"attention .* one of 'none', 'mask', 'flex'"):
         td.PackedCollator(attention=attention)
+
+
+def shapes(batch: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.shape if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "best_fit", "align": 4}, {"mode": "sequential", "overlong": "split"}, {"drop_last": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_for_plan_gives_all_batches_one_shape(options: dict[str, Any], batch_size: int) -> None:
+    random = np.random.default_rng(5)
+    longest = 60 if options.get("overlong") else 32
+    samples = [[7] * length for length in random.integers(0, longest, 300).tolist()]
+    plan = td.pack(list(map(len, samples)), 32, **options)
+    # Some packs hold many samples more than others.
+    few = td.pack([32] * 4, 32)
+    for packs, data in ((plan, samples), (td.mix([few, plan], [1, 1]), [[[5] * 32] * 4, samples])):
+        collator = td.PackedCollator.for_plan(
+            packs, batch_size, return_flash_attn_kwargs=True, return_seq_idx=True, attention="mask"
+        )
+        dataset = td.PackedDataset(data, packs)
+        batches = [
+            collator(dataset.__getitems__(range(first, min(first + batch_size, len(dataset)))))
+            for first in range(0, len(dataset), batch_size)
+        ]
+        first = shapes(batches[0])
+        assert all(shapes(batch) == first for batch in batches)
+        assert first["input_ids"] == (1, 32 * batch_size)
+        # There is room for a batch of the fullest packs, and for the padding.
+        fullest = max(len(item["cu_seqlens"]) - 1 for item in dataset)
+        assert first["cu_seq_lens_q"][0] >= fullest * batch_size + 2
+        assert "cu_seq_lens_q" not in td.PackedCollator.for_plan(packs, batch_size)(dataset.__getitems__([0]))
+
+
+def test_arguments_of_for_plan_are_checked() -> None:
+    plan = td.pack([4, 4], 4)
+    with pytest.raises(InvalidTypeError, match="plan is a list"):
+        td.PackedCollator.for_plan([4, 4], 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="batch_size is 0"):
+        td.PackedCollator.for_plan(plan, 0)
+    with pytest.raises(InvalidInputError, match="for_plan computes what pad_to would say"):
+        td.PackedCollator.for_plan(plan, 1, pad_to=8)
+    with pytest.raises(
+        InvalidInputError, match=r"batch_size 1000000000 x max_length 4 = 4000000000 tokens a row"
+    ):
+        td.PackedCollator.for_plan(plan, 10**9)

@@ -100,7 +100,7 @@ def test_options_hold_for_all_plans() -> None:
     ("datasets", "kind", "message"),
     [
         (np.zeros((3, 4), int), InvalidTypeError, "datasets is an ndarray: give a list"),
-        (DATASETS[:2], PlanMismatchError, "the mix has 3 plans, and 2 datasets are given"),
+        (DATASETS[:2], PlanMismatchError, "the mix has 3 plans, and what is given is for 2"),
         ([WEB, CHAT, BOOKS], PlanMismatchError, "2"),
         ([[WEB, CODE], CHAT[:-1], [BOOKS, WEB]], PlanMismatchError, "39"),
         (

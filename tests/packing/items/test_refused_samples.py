@@ -38,7 +38,12 @@ def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
          "token ids: it is a tensor on the meta device, which holds no values; make samples on the CPU"),
         ({"input_ids": [1, 2], "labels": torch.zeros(2, device="meta")}, "labels of sample 1 of dataset 0 cannot be"),
         (torch.ones(2).to_sparse(), "sample 1 of dataset 0 cannot be read as an array of token ids: can't convert"),
-        (torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged), "sample 1 of dataset 0 cannot be"),
+        (torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged),
+         "sample 1 of dataset 0 is a nested tensor, which holds several tensors: give each as a sample of its own"),
+        ({"input_ids": torch.nested.nested_tensor([torch.ones(1)] * 2)},
+         "input_ids of sample 1 of dataset 0 is a nested tensor"),
+        (torch.ones(1, 2, dtype=torch.int64), "sample 1 of dataset 0 is a Tensor of shape (1, 2): give one-dimensional "
+         "token ids; a tokenizer gives rows with return_tensors=: leave that out, or take row [0]"),
         (np.ma.masked_less([1, 2], 2), "sample 1 of dataset 0 is a masked array; give its data, and the mask as"),
         ("ab", "sample 1 of dataset 0 is a str of shape (): give one-dimensional"),
         (None, "sample 1 of dataset 0 is None of shape (): give one-dimensional"),
@@ -96,6 +101,38 @@ def test_datasets_that_do_not_fit_are_refused(datasets: Any, kind: type[Exceptio
         td.PackedDataset(datasets, td.pack([1, 1, 1], 1))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=layout)
+    pairs: list[tuple[Any, int]] = [(nested, 2), ([nested, nested], 2), ([nested], 1)]
+    for given_datasets, samples in pairs:
+        with pytest.raises(InvalidTypeError, match=r"is a nested tensor, .* unbind\(\)"):
+            td.PackedDataset(given_datasets, td.pack([1] * samples, 1))
+
+
+def test_rows_of_a_tokenizer_are_refused_with_what_to_do() -> None:
+    rows = [torch.ones(1, length, dtype=torch.int64) for length in (2, 3)]
+    advice = (
+        r"of shape \(1, 2\).* a tokenizer gives rows with return_tensors=: leave that out, or take row \[0\]"
+    )
+    with pytest.raises(PlanMismatchError, match=f"the first is a Tensor {advice}"):
+        td.PackedDataset(rows, td.pack([2, 3], 4))
+    with pytest.raises(InvalidTypeError, match=f"sample 0 is {advice}"):
+        td.packing.lengths(rows)
+    with pytest.raises(InvalidTypeError, match=f"input_ids of sample 0 is {advice}"):
+        td.packing.lengths([{"input_ids": row} for row in rows])
+
+
+def test_one_of_something_is_said_in_the_singular() -> None:
+    with pytest.raises(NoSuchPackError, match=r"pack 1 does not exist: the plan has 1 pack$"):
+        td.pack([1], 1)[1]
+    dataset = td.PackedDataset([[1]], td.pack([1], 1))
+    with pytest.raises(NoSuchPackError, match=r"the plan has 1 pack$"):
+        dataset[1]
+    with pytest.raises(PlanMismatchError, match="dataset 0 has 1 sample, the plan was made for 2"):
+        td.PackedDataset([[1]], td.pack([1, 1], 1))
+
+
 def test_other_arguments_are_checked() -> None:
     with pytest.raises(InvalidTypeError, match="plan is a list: give a PackPlan"):
         td.PackedDataset([[1]], [0])  # type: ignore[arg-type]
@@ -116,7 +153,7 @@ def test_a_dataset_that_gives_too_few_rows_is_refused() -> None:
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return super().__getitems__(indices)[:-1]
 
-    with pytest.raises(InvalidTypeError, match="__getitems__ of dataset 0 gave 1 samples for 2 indices"):
+    with pytest.raises(InvalidTypeError, match="__getitems__ of dataset 0 gave 1 sample for 2 indices"):
         td.PackedDataset(Short([[1], [2]]), td.pack([1, 1], 2))[0]
 
 

@@ -13,7 +13,7 @@ from support.packing.plans import changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, PlanMismatchError
-from tundish.packing import plan_stats
+from tundish.packing.inspection import plan_stats
 
 LENGTHS = st.lists(st.lists(st.integers(0, 30), max_size=20), min_size=1, max_size=4)
 

@@ -13,7 +13,7 @@ import pytest
 
 import tundish as td
 from tundish.errors import InvalidInputError, MissingExtraError, NotFoundError, StorageError
-from tundish.packing import plan_stats, plot
+from tundish.packing.inspection import plan_stats, plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -23,16 +23,15 @@ def plan_of(lengths: np.ndarray, max_length: int, **options: object) -> td.PackP
 
 
 def counted_by_hand(plan: td.PackPlan, lengths: np.ndarray) -> dict[str, object]:
-    packs_of_sample: Counter[int] = Counter()
-    for pack in plan:
-        packs_of_sample.update(piece.sample for piece in pack.pieces)
+    samples = {piece.sample for pack in plan for piece in pack.pieces}
+    held = [int(lengths[sample]) for sample in samples if lengths[sample]]
     return {
         "pieces": Counter(len(pack.pieces) for pack in plan),
-        "samples": len(packs_of_sample),
-        "tokens": sum(int(lengths[sample]) for sample in packs_of_sample),
-        "padded": sum(-(-int(lengths[sample]) // plan.max_length) for sample in packs_of_sample)
-        * plan.max_length,
-        "empty": sum(int(lengths[sample]) == 0 for sample in packs_of_sample),
+        "fitting": sum(length <= plan.max_length for length in held),
+        "longer": sum(length > plan.max_length for length in held),
+        "longest": max(held),
+        "tokens": sum(length for length in held if length <= plan.max_length),
+        "cut_off": sum(max(0, length - plan.max_length) for length in held),
     }
 
 
@@ -55,26 +54,90 @@ def test_counts_are_those_of_a_count_by_hand(
     plan = plan_of(lengths, max_length, seed=5)
     by_hand = counted_by_hand(plan, lengths)
     counts = plot.count(plan)
-    assert as_counter(counts.pieces) == by_hand["pieces"]
-    assert counts.lengths.sum() == by_hand["samples"]
-    assert counts.lengths[0] == by_hand["empty"]
-    assert counts.tokens == by_hand["tokens"]
-    assert counts.padded == by_hand["padded"]
+    found = {"fitting": counts.lengths.sum(), "tokens": counts.tokens.sum()} | {
+        name: getattr(counts, name) for name in ("longer", "longest", "cut_off")
+    }
+    assert found | {"pieces": as_counter(counts.pieces)} == by_hand
 
 
 def test_lengths_fall_into_their_bins() -> None:
-    lengths = np.array([1, 1, 2, 3, 4, 1023, 1024, 1025, 0])
-    counts = plot.count(plan_of(lengths, int(lengths.sum())))
+    lengths = np.array([1, 1, 2, 3, 4, 1023, 1024, 1025, 0, 5000])
+    counts = plot.count(plan_of(lengths, 1025))
     bins = np.flatnonzero(counts.lengths).tolist()
-    edges = [0.0 if b == 0 else 2.0 ** ((b - 1) / plot.BINS_A_DOUBLING) for b in bins]
-    # 0 after the last token belongs to no pack; 1024 and 1025 share a bin, 1023 does not.
-    assert sum(counts.lengths) == 8
-    assert 1.0 in edges
-    assert 2.0 in edges
-    assert 4.0 in edges
-    assert 1024.0 in edges
-    assert counts.lengths[bins[edges.index(1024.0)]] == 2
-    assert counts.lengths[bins[edges.index(1.0)]] == 2
+    starts = [round(counts.edges[place], 3) for place in bins]
+    assert starts[:4] == [1.0, 2.0, 2.954, 4.0]
+    # The pack length is in the last bin, and nothing is beyond it.
+    assert counts.edges[-1] == 1025 and bins[-1] == len(counts.lengths) - 1
+    assert counts.lengths[bins[-1]] == 2 and counts.longer == 1
+
+
+@pytest.mark.parametrize("max_length", [1, 2, 3, 4096, 5000])
+def test_no_bar_is_beyond_the_pack_length(max_length: int) -> None:
+    """Pieces of exactly a pack would fall into a bin that begins there."""
+    plan = td.pack([max_length] * 40 + [1], max_length, mode="best_fit")
+    counts = plot.count(plan)
+    assert counts.edges[-1] == max_length and counts.lengths.sum() == 41 and counts.longer == 0
+    assert counts.lengths[-1] >= 40
+
+
+def bars_of(plan: td.PackPlan) -> tuple[list[float], str]:
+    """Where the bars of the lengths end, and what the axis says."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import StepPatch
+
+    figure = Figure()
+    plot._draw(figure, plan, plot.count(plan))
+    axes = figure.axes[0]
+    ends = [float(patch.get_data().edges[-1]) for patch in axes.patches if isinstance(patch, StepPatch)]
+    return ends, axes.get_xlabel()
+
+
+def test_the_axis_says_what_it_leaves_out() -> None:
+    ends, said = bars_of(td.pack([100] * 30 + [700, 5000], 512))
+    assert ends == [512.0, 512.0]
+    assert said == "tokens, cut at the pack length: 2 are longer, up to 5,000"
+    assert bars_of(td.pack([100] * 30, 512)) == ([512.0], "tokens")
+    # All of them are longer.
+    assert bars_of(td.pack([700, 5000], 512))[0] == [512.0, 512.0]
+
+
+def test_an_axis_that_ends_before_the_fullest_pack_says_so() -> None:
+    from matplotlib.figure import Figure
+
+    lengths = np.concatenate([np.full(5000, 500), np.full(500, 1)])
+    plan = td.pack(lengths, 500, mode="sequential")
+    figure = Figure()
+    plot._draw(figure, plan, plot.count(plan))
+    assert figure.axes[1].get_xlabel() == "pieces, cut at 2: 1 pack has more, up to 500"
+
+
+@pytest.mark.parametrize("longest", [16, 100, 2000])
+@pytest.mark.parametrize("samples", [1, 5, 4000])
+def test_padding_is_that_of_random_batches_of_eight(longest: int, samples: int) -> None:
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, longest + 1, samples)
+    plan = td.pack(lengths, 512, mode="best_fit", overlong="truncate")
+    counts = plot.count(plan)
+    cut = np.minimum(lengths, 512)
+    batches = np.array([random.choice(cut, min(8, samples)) for _ in range(20_000)])
+    expected = (batches.max(1).mean() - cut.mean()) * samples
+    assert counts.padding() == pytest.approx(expected, rel=0.05, abs=0.05 * samples)
+
+
+def test_the_colors_have_a_legend_and_the_shares_enough_digits(tmp_path: Path) -> None:
+    lengths = [10_000] * 9 + [9_999]
+    plan = td.pack(lengths, 10_000, mode="best_fit")
+    plan.plot(tmp_path / "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    for said in ("<!-- tokens -->", "<!-- padding -->", "<!-- samples -->", "padded: random batches of 8"):
+        assert said in drawn, said
+    plan.save(tmp_path / "plan")
+    td.PackPlan.load(tmp_path / "plan").plot(tmp_path / "bare.svg")
+    bare = (tmp_path / "bare.svg").read_text()
+    assert "Longest piece of each pack" in bare and "padded: " not in bare and "Length of samples" not in bare
+    # With lengths, the same folder has those of the samples.
+    td.PackPlan.load(tmp_path / "plan", lengths).plot(tmp_path / "full.svg")
+    assert "Length of samples" in (tmp_path / "full.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +165,7 @@ def test_several_datasets_are_counted_apart(tmp_path: Path) -> None:
     # The first dataset's tail is dropped in the middle of a sample, which the second one does not go on with.
     plan = td.pack_datasets([np.array([6, 12]), np.array([12, 4])], 8)
     counts = plot.count(plan)
-    assert (counts.lengths.sum(), counts.tokens) == (4, 6 + 10 + 12 + 4)
+    assert (counts.lengths.sum(), counts.longer, counts.tokens.sum(), counts.longest) == (2, 2, 6 + 4, 12)
     plan.plot(tmp_path / "plan.svg")
     assert "50.0 % of the samples are cut" in (tmp_path / "plan.svg").read_text()
 

@@ -13,7 +13,7 @@ import pytest
 
 import tundish as td
 from tundish.errors import InvalidInputError, NotFoundError, PlanFormatError, PlanMismatchError
-from tundish.packing import plan_stats, plot
+from tundish.packing.inspection import plan_stats, plot
 
 MODES = ["best_fit", "ordered", "sequential"]
 OVERLONG = ["split", "truncate", "drop"]
@@ -119,13 +119,16 @@ def test_a_plot_counts_the_pieces(
 ) -> None:
     monkeypatch.setattr(plan_stats, "PACKS_AT_ONCE", slice_packs)
     plan = td.pack(LENGTHS, 128, mode="ordered", overlong=overlong, out=tmp_path / "plan")
-    sizes = [piece.stop - piece.start for pack in plan for piece in pack.pieces if piece.stop is not None]
     drawn = plan if attached else td.PackPlan.load(tmp_path / "plan")
     counts = plot.count(drawn)
     expected = Counter(len(pack.pieces) for pack in plan)
     assert {number: int(count) for number, count in enumerate(counts.pieces) if count} == expected
-    if attached or overlong != "drop":
-        assert (counts.lengths.sum(), counts.tokens) == (len(sizes), sum(sizes))
-        assert counts.padded == len(sizes) * 128
+    if attached:
+        held = {sample for pack in plan for sample, start, _ in pack.pieces if start == 0}
+        fitting = [int(LENGTHS[sample]) for sample in held if LENGTHS[sample] <= 128]
+        assert (counts.lengths.sum(), counts.tokens.sum()) == (len(fitting), sum(fitting))
+        assert (
+            counts.longer == len(held) - len(fitting) == (0 if overlong == "drop" else (LENGTHS > 128).sum())
+        )
     else:
-        assert (counts.lengths.sum(), counts.tokens) == (len(plan), 0)
+        assert (counts.lengths.sum(), counts.longer) == (len(plan), 0)

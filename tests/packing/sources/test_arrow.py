@@ -416,7 +416,7 @@ def test_a_sample_that_does_not_exist_is_an_index_error(tmp_path: Path) -> None:
     found = td.packing.open_samples(tmp_path / "a.parquet")
     assert found[-1]["input_ids"].tolist() == ROWS[-1]["input_ids"]
     for number in (90, -91, 10**400):
-        with pytest.raises(IndexError, match="does not exist: there are 90 samples") as caught:
+        with pytest.raises(IndexError, match="does not exist: the source has 90 samples") as caught:
             found[number]
         assert isinstance(caught.value, td.errors.NoSuchSampleError)
     with pytest.raises(InvalidTypeError, match="asked for by its number, got 'a'"):

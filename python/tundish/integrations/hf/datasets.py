@@ -86,7 +86,7 @@ def pack_dataset(
             "bfd_split" the same with `overlong="split"`, and "wrapped" is "hard" with `drop_last=False`. Of a stream,
             the first two are "ordered".
         map_kwargs: Has no effect, because nothing is mapped.
-        mode: As in `td.pack`, but by default "best_fit", and "ordered" of a stream.
+        mode: As in `td.pack`, but by default "best_fit", and "ordered" of a stream: samples stay whole, as TRL packs.
         seq_length: TRL's name of `max_length`.
         **options: `pad_token_id`, `columns`, `sample_columns`, `drop_columns` and `positions` of `td.PackedDataset`;
             its `mask_first_token`, which is True here by default; and further arguments of `td.pack`, for example

@@ -18,12 +18,16 @@ from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import IntegerArray
 from tundish.packing.samples import MEANINGFUL_KEYS
 from tundish.packing.sources.python import count_samples, rename_keys
+from tundish.packing.sources.sample_cache import converted
 from tundish.packing.sources.source import INPUT_IDS, Kept, SampleRows, concatenated
+from tundish.packing.sources.tables import ArrowSamples, import_pyarrow, ipc_files, number_lists
 from tundish.regular_files import open_regular_file
 
 # Bytes of whole lines that are in memory at once.
 _READ_BYTES = 2**18
 _KIND = "a file of JSON Lines"
+# Entries of lists that a cache converts together.
+_ENTRIES_AT_ONCE = 2**19
 # About what Python takes for a sample, and for an entry of a list.
 _SAMPLE_BYTES, _ENTRY_BYTES = 1024, 40
 # Stands between two lines that are parsed together. No file holds it, so lines that end within an object are noticed.
@@ -42,6 +46,15 @@ class JsonLinesFiles(NamedTuple):
     def samples(self, column: str | None, columns: Sequence[str] | None) -> JsonLinesSamples:
         return JsonLinesSamples(self.paths, column or INPUT_IDS, columns)
 
+    def cached_samples(
+        self, column: str | None, columns: Sequence[str] | None, cache: Path, progress: bool | None
+    ) -> ArrowSamples:
+        import_pyarrow("a cache of samples")
+        lines = self.samples(column, columns)
+        # One Arrow file for all: the lines need not have the same keys.
+        file = converted(cache, self.paths, lines.reads(), lines.tables, len(lines), progress)
+        return ipc_files([file]).samples(None, None)
+
 
 class JsonLinesSamples(SampleRows):
     """Lines as samples. A sample has its tokens as `input_ids`, and either `columns`, or labels, masks and numbers.
@@ -58,7 +71,7 @@ class JsonLinesSamples(SampleRows):
         self._ends = list(itertools.accumulate(map(len, self._starts)))
         self._number_keys = _number_keys(paths[0]) if columns is None else set()
         self._files: dict[int, mmap.mmap] = {}
-        self._kept: Kept[dict[str, Any]] = Kept()
+        self._kept: Kept[dict[str, Any]] = Kept(str(paths[0]))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -69,20 +82,57 @@ class JsonLinesSamples(SampleRows):
     def _read(self, number: int) -> dict[str, Any]:
         return dict(self._kept.get(number) or self._parsed(number))
 
-    def _parsed(self, number: int) -> dict[str, Any]:
-        """Parse a line, once for all packs that take a part of it."""
+    def reads(self) -> list[Any]:
+        """What is read of the lines, for the key of a cache."""
+        return [self._tokens, self._columns, sorted(self._number_keys)]
+
+    def tables(self) -> Iterator[Any]:
+        """Yield the samples as tables of pyarrow, of some `_VALUES_AT_ONCE` entries. The first one has no rows."""
+        import pyarrow
+
+        yield pyarrow.table({INPUT_IDS: number_lists([], str(self._paths[0]))})
+        first, samples, entries = 0, [], 0
+        for number in range(len(self)):
+            sample = self._row(number)
+            samples.append(sample)
+            entries += sum(len(value) for value in sample.values() if isinstance(value, list))
+            if entries < _ENTRIES_AT_ONCE and number + 1 < len(self):
+                continue
+            where = f"{self._where(first)} or of one after it"
+            keys = dict.fromkeys(itertools.chain.from_iterable(samples))
+            columns = {
+                key: number_lists([sample.get(key) for sample in samples], f"{key} of {where}")
+                for key in keys
+            }
+            yield pyarrow.table(columns)
+            first, samples, entries = number + 1, [], 0
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The file of a sample, and its number there."""
         place = bisect.bisect_right(self._ends, number)
-        own = number - (self._ends[place] - len(self._starts[place]))
+        return place, number - (self._ends[place] - len(self._starts[place]))
+
+    def _where(self, number: int) -> str:
+        place, own = self._place(number)
+        return f"sample {own} of {self._paths[place]}"
+
+    def _row(self, number: int) -> dict[str, Any]:
+        """Parse a line, and choose its columns."""
+        place, own = self._place(number)
         mapped = self._mapped(place)
         start = self._starts[place][own]
         stop = mapped.find(b"\n", start)
         line = _content(mapped[start : stop if stop >= 0 else len(mapped)])
-        where = f"sample {own} of {self._paths[place]}"
+        where = self._where(number)
         sample = _parse(line, where)
         columns = self._columns
         if columns is None:
             columns = [key for key, value in sample.items() if self._is_read(key, value, where)]
-        sample = rename_keys(sample, self._tokens, columns, where)
+        return rename_keys(sample, self._tokens, columns, where)
+
+    def _parsed(self, number: int) -> dict[str, Any]:
+        """Parse a line, once for all packs that take a part of it."""
+        sample = self._row(number)
         size = _SAMPLE_BYTES
         for key, value in sample.items():
             if type(value) is not list:

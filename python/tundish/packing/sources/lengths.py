@@ -26,11 +26,11 @@ from tundish.errors import (
     format_count,
     format_type,
 )
-from tundish.packing.arguments import IntegerArray, as_integer_array, as_path
+from tundish.packing.arguments import IntegerArray, as_absolute, as_integer_array, as_path
 from tundish.packing.sources.json_lines import JsonLinesFiles
 from tundish.packing.sources.megatron import MegatronFile
 from tundish.packing.sources.python import PythonSamples, is_map_style
-from tundish.packing.sources.source import Source, choose_column
+from tundish.packing.sources.source import DecodedSource, Source, choose_column
 from tundish.packing.sources.tables import as_tables, ipc_files, parquet_files
 from tundish.regular_files import open_regular_file, read_regular_file
 
@@ -111,13 +111,18 @@ def lengths(source: Any, column: str | None = None) -> IntegerArray:
 
 
 def open_samples(
-    source: Any, column: str | None = None, *, columns: Sequence[str] | None = None
+    source: Any,
+    column: str | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
 ) -> SampleSource:
     """Return the samples of a source, for `PackedDataset`, in the order of `lengths`.
 
     Rows of Arrow memory, and sequences of Megatron-LM, are views of mapped files. Of Parquet files, decoded row groups
-    are kept up to 256 MiB, and so are parsed lines of JSON. The samples pickle to the workers of a `DataLoader` by
-    their paths.
+    are kept up to 256 MiB, and so are parsed lines of JSON. If much is decoded again, one warning of the logger
+    `tundish.packing` says so, and `cache` helps. The samples pickle to the workers of a `DataLoader` by their paths.
 
     Args:
         source: As for `lengths`. `.npy` and `.npz` files hold no samples.
@@ -127,6 +132,11 @@ def open_samples(
             of numbers; of samples in memory, all keys. Labels and masks that are no lists of numbers are refused. In
             JSON Lines, the first lines of the first file tell which columns are lists of numbers. A key that holds them
             later only is refused with its line.
+        cache: For Parquet files and JSON Lines: a folder for Arrow files, to which the samples are converted once, and
+            which are then mapped. It is made if it is missing. It finds a conversion by the paths, sizes and times of
+            change of the files. One process converts, and others that ask for the same wait. Conversions stay until you
+            remove the folder.
+        progress: Show the progress of a conversion; by default on a terminal.
 
     Returns:
         A map-style dataset. A sample is a mapping with `input_ids`, or an array of tokens for Megatron-LM. A list or a
@@ -134,7 +144,7 @@ def open_samples(
 
     Raises:
         InvalidInputError: There is no such column, the files of a source have different ones, or a file is damaged or
-            holds no tokens.
+            holds no tokens; or there is a cache, and the source is mapped or in memory without one.
         InvalidTypeError: The column holds no lists of integers, labels or a mask no lists of numbers, or the source
             gives no samples by number.
         NotFoundError: There is no such file, or a glob matches none.
@@ -149,7 +159,18 @@ def open_samples(
         >>> td.PackedDataset(samples, plan)[0]["input_ids"].tolist()
         [5, 2, 8, 7]
     """
-    samples: SampleSource = _open(source).samples(_as_column(column), _as_columns(columns))
+    column, columns = _as_column(column), _as_columns(columns)
+    opened = _open(source)
+    samples: SampleSource
+    if cache is None:
+        samples = opened.samples(column, columns)
+    elif isinstance(opened, DecodedSource):
+        samples = opened.cached_samples(column, columns, as_absolute(cache, "cache"), progress)
+    else:
+        raise InvalidInputError(
+            "cache is for Parquet files and JSON Lines, whose samples are decoded each time that they are read: leave "
+            "it out, this source is mapped or in memory"
+        )
     return samples
 
 

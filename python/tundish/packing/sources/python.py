@@ -11,6 +11,7 @@ import numpy as np
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, format_integer, format_type
 from tundish.packing.arguments import IntegerArray
+from tundish.packing.samples import SHAPE_ADVICE
 from tundish.packing.sources.source import INPUT_IDS, LENGTH_COLUMNS, SampleRows, choose_column, narrowed
 
 _MOST_TOKENS = 2**63 - 1
@@ -98,7 +99,10 @@ def _refusal(value: Any, key: str | None, where: str) -> TundishError:
         # A nested tensor has no shape that can be asked for.
         has_shape = not getattr(value, "is_nested", False) and hasattr(value, "shape")
         described = f"of shape {tuple(value.shape)}" if has_shape else "nested"
-        return InvalidTypeError(f"{found} is {described}, and the tokens of a sample have one dimension")
+        advice = f"; {SHAPE_ADVICE}" if has_shape else ""
+        return InvalidTypeError(
+            f"{found} is {described}, and the tokens of a sample have one dimension{advice}"
+        )
     hint = "" if key is None else ", or their number"
     if isinstance(value, str):
         hint = ": tokenize the texts first, with td.hf.tokenize"

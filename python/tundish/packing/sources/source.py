@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchSampleError, format_integer
+from tundish import logs
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NoSuchSampleError,
+    format_count,
+    format_integer,
+)
 from tundish.packing.arguments import IntegerArray
 from tundish.packing.samples import TOKENIZE_HINT
+
+_logger = logging.getLogger("tundish.packing")
 
 INPUT_IDS = "input_ids"
 # Where token counts are looked for, in this order, unless a column is named.
@@ -34,6 +46,16 @@ class Source(Protocol):
 
     def samples(self, column: str | None, columns: Sequence[str] | None) -> Any:
         """A map-style dataset; the arguments are those of `tundish.packing.open_samples`."""
+
+
+@runtime_checkable
+class DecodedSource(Source, Protocol):
+    """The reader of a source whose samples are decoded each time that they are read."""
+
+    def cached_samples(
+        self, column: str | None, columns: Sequence[str] | None, cache: Path, progress: bool | None
+    ) -> Any:
+        """A map-style dataset of mapped Arrow files in the folder `cache`, which are made if they are missing."""
 
 
 class SampleRows(ABC):
@@ -63,7 +85,7 @@ class SampleRows(ABC):
             raise InvalidTypeError(f"a sample is asked for by its number, got {index!r}") from None
         if not -count <= number < count:
             raise NoSuchSampleError(
-                f"sample {format_integer(number)} does not exist: there are {count} samples"
+                f"sample {format_integer(number)} does not exist: the source has {format_count(count, 'sample')}"
             )
         return self._read(number + count if number < 0 else number)
 
@@ -72,11 +94,21 @@ class SampleRows(ABC):
 
 
 class Kept(Generic[T]):
-    """What was read last, up to `_KEPT_BYTES`. The newest is kept in any case. It pickles without what it keeps."""
+    """What was decoded last, up to `_KEPT_BYTES`. The newest is kept in any case. It pickles without what it keeps.
 
-    def __init__(self) -> None:
+    It says once in the log if much is decoded again that was not kept.
+
+    Args:
+        where: What is decoded, for the log.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
         self._held: OrderedDict[int, tuple[T, int]] = OrderedDict()
         self._size = 0
+        # A bit for each entry that was ever added, and the bytes that were added again.
+        self._seen = bytearray()
+        self._again = 0
 
     def get(self, number: int) -> T | None:
         """The entry of this number, if it is kept."""
@@ -88,6 +120,7 @@ class Kept(Generic[T]):
 
     def add(self, number: int, entry: T, size: int) -> T:
         """Keep an entry that takes `size` bytes, and return it."""
+        self._count_again(number, size)
         self._held[number] = entry, size
         self._size += size
         while len(self._held) > 1 and self._size > _KEPT_BYTES:
@@ -95,8 +128,35 @@ class Kept(Generic[T]):
             self._size -= freed
         return entry
 
+    def _count_again(self, number: int, size: int) -> None:
+        place, bit = number >> 3, 1 << (number & 7)
+        if place >= len(self._seen):
+            self._seen.extend(bytes(place + 1 - len(self._seen)))
+        if self._seen[place] & bit:
+            self._again += size
+        self._seen[place] |= bit
+        if self._again > _KEPT_BYTES:
+            _say_once_that_reading_is_slow(self._where, self._again)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, ()
+        return Kept, (self._where,)
+
+
+# Whether this process has said that reading is slow.
+_has_said = threading.Event()
+
+
+def _say_once_that_reading_is_slow(where: str, again: int) -> None:
+    if _has_said.is_set() or not logs.is_first_process():
+        return
+    _has_said.set()
+    _logger.warning(
+        "%s: %d MiB were decoded more than once, because at most %d MiB of decoded samples are kept. "
+        "td.packing.open_samples(…, cache=FOLDER) converts the files once, to Arrow files that are mapped",
+        where,
+        again >> 20,
+        _KEPT_BYTES >> 20,
+    )
 
 
 def choose_column(names: Sequence[str], column: str | None, defaults: Sequence[str], where: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from tundish.errors import (
 )
 from tundish.packing.arguments import IntegerArray
 from tundish.packing.samples import MEANINGFUL_KEYS
+from tundish.packing.sources.sample_cache import converted
 from tundish.packing.sources.source import (
     INPUT_IDS,
     LENGTH_COLUMNS,
@@ -103,10 +105,10 @@ def ipc_files(paths: Sequence[Path]) -> Tables:
     return Tables([_IpcFile(str(path)) for path in paths])
 
 
-def parquet_files(paths: Sequence[Path]) -> Tables:
+def parquet_files(paths: Sequence[Path]) -> ParquetFiles:
     """Return the rows of Parquet files."""
     import_pyarrow("reading a Parquet file")
-    return Tables([_ParquetFile(str(path)) for path in paths])
+    return ParquetFiles([_ParquetFile(str(path)) for path in paths])
 
 
 class Tables(NamedTuple):
@@ -147,6 +149,44 @@ class Tables(NamedTuple):
         return ArrowSamples(blocks, tokens, others, self.indices)
 
 
+class ParquetFiles(Tables):
+    """Parquet files one after the other."""
+
+    tables: Sequence[_ParquetFile]
+
+    def cached_samples(
+        self, column: str | None, columns: Sequence[str] | None, cache: Path, progress: bool | None
+    ) -> ArrowSamples:
+        # Checks the columns of all files.
+        names = self.samples(column, columns).names
+        files = [
+            converted(
+                cache,
+                [Path(table.where)],
+                names,
+                functools.partial(_tables_of, table, names),
+                sum(table.rows_of_blocks(names[0])),
+                progress,
+            )
+            for table in self.tables
+        ]
+        return ipc_files(files).samples(names[0], names[1:])
+
+
+def _tables_of(file: _ParquetFile, names: Sequence[str]) -> Iterator[Any]:
+    """The columns `names` of a Parquet file, in tables of bounded size. The first one has no rows."""
+    import pyarrow
+
+    with _errors_of(file):
+        schema = file.schema()
+        yield pyarrow.schema([schema.field(name) for name in names]).empty_table()
+        for batch in file.batches(names):
+            table = pyarrow.Table.from_batches([batch])
+            # Checks that there are as many offsets as rows: reading others would end the process.
+            table.validate()
+            yield table
+
+
 class ArrowSamples(SampleRows):
     """Rows of Arrow tables, as dicts of numpy arrays.
 
@@ -155,6 +195,9 @@ class ArrowSamples(SampleRows):
         tokens: The column that becomes `input_ids`.
         others: Further columns, lists of numbers. A sample lacks those that are null in its row.
         indices: The row of each sample, shape (samples,); None takes all rows in their order.
+
+    Attributes:
+        names: The columns, of which the first becomes `input_ids`.
     """
 
     def __init__(
@@ -162,9 +205,10 @@ class ArrowSamples(SampleRows):
     ) -> None:
         self._blocks = list(blocks)
         self._ends = list(itertools.accumulate(block.rows for block in blocks))
+        self.names = [tokens, *others]
         self._keys = {INPUT_IDS: tokens} | {name: name for name in others}
         self._indices = indices
-        self._kept: Kept[dict[str, Any]] = Kept()
+        self._kept: Kept[dict[str, Any]] = Kept(self._blocks[0].table.where if blocks else "")
 
     def __len__(self) -> int:
         if self._indices is not None:
@@ -201,7 +245,7 @@ class ArrowSamples(SampleRows):
         """Read the columns of a block, by their keys in a sample."""
         block = self._blocks[place]
         with _errors_of(block.table):
-            table = block.table.read(block.part, list(self._keys.values()))
+            table = block.table.read(block.part, self.names)
         columns = {key: table.column(name) for key, name in self._keys.items()}
         size = sum(column.nbytes for column in columns.values()) if block.table.is_decoded else 0
         return self._kept.add(place, columns, size)
@@ -332,19 +376,26 @@ class _ParquetFile:
             return file.schema_arrow
 
     def parts_of(self, name: str) -> Iterator[Any]:
+        return (_checked_part(batch, name) for batch in self.batches([name]))
+
+    def batches(self, names: Sequence[str]) -> Iterator[Any]:
+        """The columns `names` as record batches of about `_VALUES_AT_ONCE` values of the largest column."""
         with self._open() as file:
             for group in range(file.num_row_groups):
                 described = file.metadata.row_group(group)
-                values = sum(
-                    chunk.num_values
-                    for chunk in map(described.column, range(described.num_columns))
-                    if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.")
+                chunks = list(map(described.column, range(described.num_columns)))
+                values = max(
+                    sum(
+                        chunk.num_values
+                        for chunk in chunks
+                        if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.")
+                    )
+                    for name in names
                 )
                 rows = max(1, described.num_rows * _VALUES_AT_ONCE // max(values, described.num_rows, 1))
-                for batch in file.iter_batches(
-                    batch_size=rows, row_groups=[group], columns=[name], use_threads=False
-                ):
-                    yield _checked_part(batch, name)
+                yield from file.iter_batches(
+                    batch_size=rows, row_groups=[group], columns=list(names), use_threads=False
+                )
 
     def rows_of_blocks(self, name: str) -> Iterator[int]:  # noqa: ARG002 (as other tables)
         with self._open() as file:
@@ -358,7 +409,17 @@ class _ParquetFile:
     def _open(self) -> Any:
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.where, buffer_size=_READ_BYTES)
+        status = Path(self.where).stat()
+        footer = _footer(self.where, status.st_size, status.st_mtime_ns)
+        return pyarrow.parquet.ParquetFile(self.where, metadata=footer, buffer_size=_READ_BYTES)
+
+
+# Reading the footer takes more time than reading a small row group.
+@functools.lru_cache(maxsize=64)
+def _footer(path: str, size: int, modified_ns: int) -> Any:  # noqa: ARG001 (a file that changed has another footer)
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path)
 
 
 def _checked_part(batch: Any, name: str) -> Any:
@@ -485,6 +546,29 @@ def _holds_nulls_alone(kind: Any) -> bool:
     import pyarrow
 
     return pyarrow.types.is_null(kind) or (_is_list(kind) and pyarrow.types.is_null(kind.value_type))
+
+
+def number_lists(values: Sequence[Any], where: str) -> Any:
+    """Return lists of numbers and Nones as an array of pyarrow. Lists without entries are lists of int64.
+
+    Raises:
+        InvalidInputError: Arrow has no type for the values together. `where` names them.
+        InvalidTypeError: They are no lists of numbers.
+    """
+    import pyarrow
+
+    try:
+        array = pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidInputError(f"{where} cannot be stored as a list of numbers: {reason}") from error
+    if _holds_nulls_alone(array.type):
+        array = array.cast(pyarrow.list_(pyarrow.int64()))
+    if not _is_number_list(array.type):
+        raise InvalidTypeError(
+            f"{where} is no list of numbers, and a cache holds nothing else: name the columns to read with columns="
+        )
+    return array
 
 
 def _is_list(kind: Any) -> bool:

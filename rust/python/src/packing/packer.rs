@@ -139,11 +139,17 @@ impl Request {
         // The range of `max_length` depends on it.
         let mode = word(arguments, "mode", Mode::WORDS, Mode::from_name)?.unwrap_or(Mode::Hard);
         let integer = |name| integer(arguments, name, mode);
+        let seed = integer("seed")?;
+        if order.is_some() && seed.is_some() {
+            return Err(BindingError::Value(
+                "order and seed are both given, and an order leaves nothing to shuffle: leave one of them out".into(),
+            ));
+        }
         let max_length = integer("max_length")?
             .ok_or_else(|| BindingError::Type("max_length must be an integer, not None".into()))?;
         let options = PackRequest {
             mode,
-            order: integer("seed")?.map_or(SampleOrder::Natural, |seed| SampleOrder::Seed(seed as u32)),
+            order: seed.map_or(SampleOrder::Natural, |seed| SampleOrder::Seed(seed as u32)),
             drop_last: flag(arguments, "drop_last")?,
             overlong: word(arguments, "overlong", Overlong::WORDS, Overlong::from_name)?,
             window: integer("window")?,

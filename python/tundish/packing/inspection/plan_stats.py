@@ -1,4 +1,4 @@
-"""Counts what a plan packs, cuts and leaves out, in bounded memory.
+"""Counts what a plan packs, cuts and leaves out, and what a mix takes of its plans, in bounded memory.
 
 Invariants: the ledger counts tokens piece by piece. Sums that disagree with `plan.json` are an error, never a result.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ class PlanReader(Protocol):
     num_samples: tuple[int, ...]
     num_tokens: int
     fingerprint: str
+    path: Path | None
 
     @property
     def has_lengths(self) -> bool: ...
@@ -42,6 +44,20 @@ class PlanReader(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
     def __len__(self) -> int: ...
     def lookup(self, pack_ids: Any) -> Any: ...
+
+
+class MixReader(Protocol):
+    """What statistics and tables read of a `PackMix`, which documents it."""
+
+    weights: list[float]
+    since: int
+
+    @property
+    def plans(self) -> Sequence[PlanReader]: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    def __len__(self) -> int: ...
+    def lookup(self, places: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
 
 def plan_stats(metadata: Mapping[str, Any]) -> dict[str, int | float]:
@@ -68,6 +84,40 @@ def plan_stats(metadata: Mapping[str, Any]) -> dict[str, int | float]:
         "fill": held / room if packs else 1.0,
         "pieces_per_pack": counts["pieces"] / packs if packs else 0.0,
         **{name: counts[name] for name in ("max_pieces_per_pack", "longest")},
+    }
+
+
+def mix_shares(weights: Sequence[float]) -> list[float]:
+    """The share of the packs that each weight asks for."""
+    # The sum of large weights may be beyond every float.
+    shares = np.array(weights) / max(weights)
+    found: list[float] = (shares / shares.sum()).tolist()
+    return found
+
+
+def mix_stats(mix: MixReader) -> dict[str, Any]:
+    """The statistics that `PackMix.stats` documents."""
+    taken = np.zeros(len(mix.plans), dtype=np.int64)
+    since = np.zeros_like(taken)
+    for first, end, counts in ((0, mix.since, taken), (mix.since, len(mix), since)):
+        for start in range(first, end, PACKS_AT_ONCE):
+            places = np.arange(start, min(start + PACKS_AT_ONCE, end), dtype=np.int64)
+            counts += np.bincount(mix.lookup(places)[0], minlength=len(counts))
+    taken += since
+    of_plans = [plan_stats(plan.metadata) for plan in mix.plans]
+    packs = [max(len(plan), 1) for plan in mix.plans]
+    held = [int(stats["tokens_packed"] + stats["tokens_repeated"]) for stats in of_plans]
+    return {
+        "packs": len(mix),
+        "names": list(mix.names),
+        "since": mix.since,
+        "asked": mix_shares(mix.weights),
+        "given": (since / max(len(mix) - mix.since, 1)).tolist(),
+        "taken": taken.tolist(),
+        "tokens": [
+            count * tokens // own for count, tokens, own in zip(taken.tolist(), held, packs, strict=True)
+        ],
+        "epochs": [count / own for count, own in zip(taken.tolist(), packs, strict=True)],
     }
 
 
@@ -122,11 +172,11 @@ def _count_pieces(plan: PlanReader, lengths: Sequence[NDArray[Any]], first: int,
     for pieces in piece_slices(plan, first, end):
         sizes = pieces.stop - pieces.start
         packed += int(sizes.sum())
-        cut += int(sizes[sizes != _lengths_of(lengths, pieces.dataset, pieces.sample)].sum())
+        cut += int(sizes[sizes != lengths_of(lengths, pieces.dataset, pieces.sample)].sum())
     return packed, cut
 
 
-def _lengths_of(
+def lengths_of(
     lengths: Sequence[NDArray[Any]], dataset: NDArray[np.int64], sample: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The length of each of `sample`, which are of `dataset`."""

@@ -17,16 +17,24 @@ from typing import Any
 import numpy as np
 
 from tundish import _native
-from tundish.errors import InvalidInputError, NotFoundError, missing_extra
+from tundish.errors import InvalidInputError, NotFoundError, format_count, format_share, missing_extra
 from tundish.packing.arguments import as_path
-from tundish.packing.plan_stats import PlanReader, pack_slices, plan_stats
+from tundish.packing.inspection.plan_stats import (
+    PlanReader,
+    lengths_of,
+    pack_slices,
+    piece_slices,
+    plan_stats,
+)
 
 # Counts of pieces a pack from here on are one.
 LAST_BIN = 1 << 16
 FORMATS = (".png", ".svg", ".pdf")
-# Histograms over a wide range of lengths: a bin for 0, and bins of equal ratio, this many a doubling.
-BINS_A_DOUBLING = 4
-EDGES = np.concatenate([[0.0], 2.0 ** (np.arange(64 * BINS_A_DOUBLING) / BINS_A_DOUBLING)])
+# Lengths are counted in bins of equal ratio, so many a doubling, and drawn in bars of several bins.
+BINS_A_DOUBLING = 32
+BINS_A_BAR = 8
+# What a plan is compared with: batches of so many samples, each padded to its longest.
+PADDED_BATCH = 8
 
 INK, SOFT, GRID = "#22303c", "#6b7a88", "#e3e8ec"
 BLUE, ORANGE, PALE = "#2f6f9f", "#d9772b", "#b9cfdf"
@@ -34,20 +42,58 @@ BLUE, ORANGE, PALE = "#2f6f9f", "#d9772b", "#b9cfdf"
 
 @dataclass
 class PlotCounts:
-    """The counts that the plot shows.
+    """The counts that the plot shows. Samples without tokens are not counted.
 
     Attributes:
-        lengths: Samples by length, in bins of equal ratio (bin 0: empty samples). Of a plan that splits or truncates
-            samples, pieces by their tokens. Packs by their longest piece if neither is known.
+        edges: Bounds of the bins of lengths; the last one is the pack length, which is in the last bin.
+        lengths: Samples by length, those that are longer than a pack left out. Without lengths, packs by their longest
+            piece.
+        tokens: Tokens of these samples, by the same bins.
+        longer: Samples longer than a pack.
+        longest: The length of the longest sample.
+        cut_off: Tokens of samples behind the pack length.
         pieces: Packs by their number of pieces.
-        tokens: Tokens of these samples.
-        padded: Tokens if each sample were padded to whole packs instead.
     """
 
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(EDGES) - 1, np.int64))
+    edges: np.ndarray
+    lengths: np.ndarray
+    tokens: np.ndarray
+    longer: int = 0
+    longest: int = 0
+    cut_off: int = 0
     pieces: np.ndarray = field(default_factory=lambda: np.zeros(LAST_BIN + 1, np.int64))
-    tokens: int = 0
-    padded: int = 0
+
+    @classmethod
+    def of_pack_length(cls, max_length: int) -> PlotCounts:
+        """No counts yet."""
+        grid = 2.0 ** (np.arange(-BINS_A_DOUBLING, 63 * BINS_A_DOUBLING) / BINS_A_DOUBLING)
+        edges = np.append(grid[grid < max_length], max_length)
+        return cls(edges, np.zeros(len(edges) - 1, np.int64), np.zeros(len(edges) - 1))
+
+    def add(self, lengths: np.ndarray) -> None:
+        """Count samples of these lengths."""
+        fitting = lengths[lengths <= self.edges[-1]]
+        self.lengths += np.histogram(fitting, self.edges)[0]
+        self.tokens += np.histogram(fitting, self.edges, weights=fitting)[0]
+        self.longer += len(lengths) - len(fitting)
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self.cut_off += int(lengths.sum() - fitting.sum()) - (len(lengths) - len(fitting)) * int(
+            self.edges[-1]
+        )
+
+    def padding(self) -> float:
+        """The tokens of padding of random batches of `PADDED_BATCH` samples, each cut off at the pack length.
+
+        The longest of n samples is at most x with the probability F(x)ⁿ, where F is the share of samples up to x.
+        """
+        counts = np.append(self.lengths, self.longer)
+        tokens = np.append(self.tokens, self.longer * self.edges[-1])
+        samples = counts.sum()
+        if not samples:
+            return 0.0
+        means = tokens / np.maximum(counts, 1)
+        is_longest = np.diff((np.cumsum(counts) / samples) ** min(PADDED_BATCH, samples), prepend=0.0)
+        return float(samples * (means * is_longest).sum() - tokens.sum())
 
 
 def plot_plan(plan: PlanReader, path: str | os.PathLike[str]) -> Path:
@@ -94,33 +140,19 @@ def write_figure(target: Path, inches: tuple[float, float], draw: Callable[[Any]
 
 def count(plan: PlanReader) -> PlotCounts:
     """Count what the plot shows."""
-    counts = PlotCounts()
-    for begin, end in pack_slices(plan, 0, len(plan)):
-        _count_slice(plan, begin, end, counts)
+    counts = PlotCounts.of_pack_length(plan.max_length)
+    for first, stop in pack_slices(plan, 0, len(plan)):
+        before = int(plan.indices_cu_len[first - 1]) if first else 0
+        pieces = np.diff(np.asarray(plan.indices_cu_len[first:stop], np.int64), prepend=before)
+        counts.pieces += np.bincount(np.minimum(pieces, LAST_BIN), minlength=LAST_BIN + 1)
+        if plan.lengths is None:
+            counts.add(np.asarray(plan.longest[first:stop], np.int64))
+    if plan.lengths is not None:
+        for part in piece_slices(plan, 0, len(plan) - plan.packs_repeated):
+            # One piece of each sample begins at its first token.
+            begins = part.start == 0
+            counts.add(lengths_of(plan.lengths, part.dataset[begins], part.sample[begins]))
     return counts
-
-
-def _count_slice(plan: PlanReader, first: int, stop: int, counts: PlotCounts) -> None:
-    before = int(plan.indices_cu_len[first - 1]) if first else 0
-    pieces = np.diff(np.asarray(plan.indices_cu_len[first:stop], np.int64), prepend=before)
-    counts.pieces += np.bincount(np.minimum(pieces, LAST_BIN), minlength=LAST_BIN + 1)
-    if not _has_sizes(plan):
-        counts.lengths += np.histogram(plan.longest[first:stop], EDGES)[0]
-        return
-    batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
-    lengths = batch.stop - batch.start
-    if plan.mode == "hard":
-        # The last piece of a sample stops at the sample's length. The next pack goes on with any other one.
-        goes_on = np.asarray(plan.start_offset[first + 1 : stop + 1]) > 0
-        lengths = np.delete(batch.stop, batch.piece_cu[1 : len(goes_on) + 1][goes_on] - 1)
-    counts.lengths += np.histogram(lengths, EDGES)[0]
-    counts.tokens += int(lengths.sum())
-    counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
-
-
-def _has_sizes(plan: PlanReader) -> bool:
-    """Whether the tokens of every piece are known."""
-    return plan.has_lengths or plan.piece_stop is not None
 
 
 def _draw(figure: Any, plan: PlanReader, counts: PlotCounts) -> None:
@@ -139,52 +171,67 @@ def _draw(figure: Any, plan: PlanReader, counts: PlotCounts) -> None:
         f"seed {'none' if plan.seed is None else plan.seed}   ·   {plan.fingerprint[:12]}"
     )
     figure.text(0.07, 0.905, line, fontsize=11, color=SOFT)
-    _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts)
+    _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts, stats)
     _draw_pieces(figure.add_subplot(grid[0, 1]), stats, counts)
     _draw_samples(figure.add_subplot(grid[1, 0]), plan, stats)
     _draw_tokens(figure.add_subplot(grid[1, 1]), plan, stats, counts)
 
 
-def _draw_lengths(axes: Any, plan: PlanReader, counts: PlotCounts) -> None:
+def _draw_lengths(axes: Any, plan: PlanReader, counts: PlotCounts, stats: dict[str, Any]) -> None:
     title, counted = "Longest piece of each pack", "packs"
-    if _has_sizes(plan):
-        counted = "samples" if plan.piece_stop is None else "pieces"
-        title = f"Length of {counted}"
-    frame(axes, title, "tokens", counted)
-    filled = np.flatnonzero(counts.lengths[1:])
-    if not len(filled):
+    if plan.has_lengths:
+        title, counted = "Length of samples", "samples"
+    cut = ""
+    if counts.longer:
+        cut = f", cut at the pack length: {counts.longer:,} are longer, up to {counts.longest:,}"
+    frame(axes, title, f"tokens{cut}", counted)
+    starts = np.arange(0, len(counts.lengths), BINS_A_BAR)
+    bars = np.add.reduceat(counts.lengths, starts)
+    edges = np.append(counts.edges[starts], counts.edges[-1])
+    if not bars.any() and not counts.longer:
         _nothing(axes)
         return
-    low, high = int(filled[0]), int(filled[-1]) + 1
-    edges = EDGES[1 + low : 2 + high]
-    axes.stairs(counts.lengths[1 + low : 1 + high], edges, fill=True, color=BLUE)
-    axes.set_xscale("log", base=4 if high - low > 6 * BINS_A_DOUBLING else 2)
+    low = int(np.flatnonzero(bars)[0]) if bars.any() else len(bars) - 1
+    axes.stairs(bars[low:], edges[low:], fill=True, color=BLUE)
+    entries = [(counted, BLUE)]
+    if counts.longer:
+        # Above the last bar, so that no bar is beyond the pack length.
+        axes.stairs([bars[-1] + counts.longer], edges[-2:], baseline=bars[-1], fill=True, color=ORANGE)
+        entries.append((f"longer than a pack ({counts.longer:,})", ORANGE))
+    axes.set_xscale("log", base=4 if len(bars) - low > 6 * BINS_A_DOUBLING // BINS_A_BAR else 2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.minorticks_off()
     _headroom(axes)
-    axes.set_xlim(edges[0] / 1.2, max(edges[-1], plan.max_length) * 1.2)
+    axes.set_xlim(edges[low] / 1.1, edges[-1] * 1.1)
     _mark(axes, plan.max_length, f"pack length {plan.max_length:,} ", "right")
-    if counts.lengths[0]:
-        _note(axes, f"and {counts.lengths[0]:,} empty samples")
+    legend(axes, entries, "upper left")
+    if stats["samples_empty"]:
+        _note(axes, f"and {format_count(stats['samples_empty'], 'empty sample')}")
 
 
 def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
-    frame(axes, "Pieces a pack", "pieces", "packs")
     if not counts.pieces.any():
+        frame(axes, "Pieces a pack", "pieces", "packs")
         _nothing(axes)
         return
-    mean = stats["pieces_per_pack"]
+    mean, most = stats["pieces_per_pack"], stats["max_pieces_per_pack"]
     # The last pack in a thousand would stretch the axis until the others are one bar.
     reached = np.cumsum(counts.pieces) / counts.pieces.sum()
     end = int(np.searchsorted(reached, 0.999)) + 1
     width = max(1, math.ceil(end / 60))
     edges = np.arange(0, end + width, width) + (1 if width == 1 else 0)
     sums = np.array([counts.pieces[low : low + width].sum() for low in edges[:-1]])
+    beyond = int(counts.pieces[edges[-1] :].sum())
+    cut = ""
+    if beyond:
+        have = "pack has" if beyond == 1 else "packs have"
+        cut = f", cut at {edges[-1] - 1:,}: {beyond:,} {have} more, up to {most:,}"
+    frame(axes, "Pieces a pack", f"pieces{cut}", "packs")
     axes.stairs(sums, edges - 0.5, fill=True, color=BLUE)
     _headroom(axes)
     _mark(axes, mean, f" mean {mean:,.1f}", "left")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _note(axes, f"most: {stats['max_pieces_per_pack']:,} pieces")
+    _note(axes, f"most: {format_count(most, 'piece')}")
 
 
 def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
@@ -193,7 +240,7 @@ def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
     note = "no sample is longer than a pack"
     if plan.mode == "hard":
         bars.append(("cut", stats["samples_cut"], ORANGE))
-        note = f"{percent(stats['samples_cut'] / max(1, stats['samples']))} of the samples are cut"
+        note = f"{format_share(stats['samples_cut'] / max(1, stats['samples']))} of the samples are cut"
     if plan.overlong not in (None, "error"):
         done = {"split": "split", "truncate": "truncated"}.get(plan.overlong, "dropped")
         bars.append((done, stats["samples_overlong"], ORANGE))
@@ -207,7 +254,7 @@ def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
         _nothing(axes)
         return
     drawn = axes.bar(names, heights, color=colors, width=0.7)
-    labels = [percent(height / total) for height in heights]
+    labels = [format_share(height / total) for height in heights]
     axes.bar_label(drawn, labels, color=INK, fontsize=9.5, padding=3)
     axes.margins(y=0.15)
     _note(axes, note)
@@ -215,33 +262,48 @@ def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
 
 def _draw_tokens(axes: Any, plan: PlanReader, stats: dict[str, Any], counts: PlotCounts) -> None:
     frame(axes, "Where the tokens go", "", "")
-    packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
-    losses: list[tuple[float, str, str]] = []
-    if stats["tokens_repeated"]:
-        losses.append((stats["tokens_repeated"], SOFT, "repeated"))
-    if dropped or not padding:
-        losses.append((dropped, ORANGE, "dropped"))
-    if padding:
-        losses.append((padding, PALE, "padding"))
-    rows: list[tuple[str, float, list[tuple[float, str, str]]]] = [("packed", packed, losses)]
-    if counts.padded:
-        kept = stats["tokens"] if plan.mode == "hard" else packed
-        rows.append(("padded", kept, [((counts.padded / counts.tokens - 1) * kept, PALE, "padding")]))
-    widest = max(1.0, *(kept + sum(lost for lost, _, _ in losses) for _, kept, losses in rows))
-    for row, (name, kept, losses) in enumerate(rows):
-        total = kept + sum(lost for lost, _, _ in losses)
-        said = [f"{short(lost)} {word}" for lost, _, word in losses]
-        # The shares of three would not fit into the plot.
-        if len(losses) < 3:
-            shares = [percent(lost / total if total else 0.0) for lost, _, _ in losses]
-            said = [f"{words} ({share})" for words, share in zip(said, shares, strict=True)]
-        text = f"{name}: {short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}"
-        stacked_bar(axes, row, [(kept, BLUE), *((lost, color) for lost, color, _ in losses)], widest, text)
+    rows = [
+        (
+            "packed",
+            [
+                (stats["tokens_packed"], "tokens", BLUE),
+                (stats["tokens_repeated"], "repeated", SOFT),
+                (stats["padding"], "padding", PALE),
+                (stats["tokens_dropped"], "left out", ORANGE),
+            ],
+        )
+    ]
+    if plan.has_lengths:
+        kept = int(counts.tokens.sum()) + counts.longer * plan.max_length
+        rows.append(
+            (
+                "padded",
+                [
+                    (kept, "tokens", BLUE),
+                    (counts.padding(), "padding", PALE),
+                    (counts.cut_off, "left out", ORANGE),
+                ],
+            )
+        )
+    widest = max(1.0, *(sum(tokens for tokens, _, _ in parts) for _, parts in rows))
+    for number, (name, parts) in enumerate(rows):
+        total = sum(tokens for tokens, _, _ in parts)
+        (kept, _, _), *lost = parts
+        said = [f"{name}: {short(kept)} tokens"]
+        for tokens, word, _ in lost:
+            # The shares of three would not fit into the plot.
+            share = f" ({format_share(tokens / total)})" if sum(part[0] > 0 for part in lost) < 3 else ""
+            said += [f"{short(tokens)} {word}{share}"] if tokens else []
+        stacked_bar(axes, number, [(tokens, color) for tokens, _, color in parts], widest, ", ".join(said))
     axes.set_ylim(len(rows) - 0.35 if len(rows) > 1 else 1.0, -0.75)
     axes.set_yticks([])
-    if counts.padded:
-        each = "sample" if plan.piece_stop is None else "piece"
-        _below(axes, f"padded: each {each} filled up to a whole number of packs")
+    used = {word: color for _, parts in rows for tokens, word, color in parts if tokens}
+    legend(axes, list(used.items()), "below")
+    if plan.has_lengths:
+        _below(
+            axes,
+            f"padded: random batches of {PADDED_BATCH}, each to its longest, cut off at a pack",
+        )
 
 
 def frame(axes: Any, title: str, below: str, beside: str) -> None:
@@ -263,7 +325,7 @@ def stacked_bar(axes: Any, row: int, parts: Sequence[tuple[float, str]], widest:
     for tokens, color in parts:
         axes.barh(row, tokens / widest, left=left / widest, color=color, height=0.42)
         left += tokens
-    axes.text(0, row - 0.28, text, color=INK, fontsize=10.5, va="bottom")
+    axes.text(0, row - 0.28, text, color=INK, fontsize=9.5, va="bottom")
     axes.grid(False)
     axes.set_xlim(0, 1)
     axes.set_xticks([])
@@ -288,19 +350,31 @@ def _note(axes: Any, text: str) -> None:
 
 
 def _below(axes: Any, text: str) -> None:
-    axes.text(0, -0.09, text, transform=axes.transAxes, va="top", color=SOFT, fontsize=9.5)
+    axes.text(0, -0.16, text, transform=axes.transAxes, va="top", color=SOFT, fontsize=9.5)
+
+
+def legend(axes: Any, entries: Sequence[tuple[str, str]], place: str) -> None:
+    """Draw what the colors mean: texts and their colors, within the axes, or "below" them."""
+    from matplotlib.patches import Patch
+
+    where: dict[str, Any] = {"loc": place}
+    if place == "below":
+        where = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 0.3, "ncols": len(entries)}
+    axes.legend(
+        handles=[Patch(color=color, label=text) for text, color in entries],
+        frameon=False,
+        fontsize=9.5,
+        labelcolor=SOFT,
+        handlelength=1,
+        handleheight=1,
+        **where,
+    )
 
 
 def _nothing(axes: Any) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", color=SOFT, fontsize=11)
-
-
-def percent(share: float) -> str:
-    if 0 < share < 0.001:
-        return "< 0.1 %"
-    return f"{share * 100:.1f} %"
 
 
 def short(number: float) -> str:

@@ -1,0 +1,1 @@
+"""Shows plans, mixes and packs: counts, pictures, tables for notebooks, previews."""
