@@ -266,5 +266,5 @@ def test_row_groups_that_are_large_are_converted_in_parts(
     (entry,) = entries(tmp_path / "cache")
     with pa.memory_map(str(tmp_path / "cache" / entry / "samples.arrow")) as file:
         sizes = [len(batch.column(0).values) for batch in pa.ipc.open_stream(file)]
-    # time-free bound: the largest sample has 30 tokens, and 50 are taken together on average.
+    # The largest sample has 30 tokens, and 50 are taken together on average.
     assert len(sizes) > 20 and max(sizes) < 50 * 4

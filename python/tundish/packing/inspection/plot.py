@@ -290,10 +290,11 @@ def _draw_tokens(axes: Any, plan: PlanReader, stats: dict[str, Any], counts: Plo
         total = sum(tokens for tokens, _, _ in parts)
         (kept, _, _), *lost = parts
         said = [f"{name}: {short(kept)} tokens"]
-        for tokens, word, _ in lost:
+        losses = [(tokens, word) for tokens, word, _ in lost if tokens]
+        for tokens, word in losses:
             # The shares of three would not fit into the plot.
-            share = f" ({format_share(tokens / total)})" if sum(part[0] > 0 for part in lost) < 3 else ""
-            said += [f"{short(tokens)} {word}{share}"] if tokens else []
+            share = f" ({format_share(tokens / total)})" if len(losses) < 3 else ""
+            said.append(f"{short(tokens)} {word}{share}")
         stacked_bar(axes, number, [(tokens, color) for tokens, _, color in parts], widest, ", ".join(said))
     axes.set_ylim(len(rows) - 0.35 if len(rows) > 1 else 1.0, -0.75)
     axes.set_yticks([])
