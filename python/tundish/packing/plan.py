@@ -669,8 +669,8 @@ class PackPlan:
               piece 1: tokens 0:3 of sample 1
         """
         if samples is not None:
-            # Imports torch.
-            from tundish.packing.dataset import PackedDataset
+            # By its public name, because the module is built on this one. It imports torch.
+            from tundish.packing import PackedDataset
 
             PackedDataset(samples, self).preview(n, tokenizer)
             return
