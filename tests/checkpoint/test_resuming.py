@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import platform
 import shutil
 import struct
@@ -18,6 +19,7 @@ from support.distributed.programs import run
 
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.readonly import ReadonlyRoot
+from tundish.checkpoint.resume import choose_checkpoint, load_chosen
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 
@@ -83,6 +85,13 @@ def test_after_loading_an_earlier_step_saving_goes_on_from_there(
     for name, content in aside.items():
         assert sorted((path.name, path.read_bytes()) for path in (root / name).iterdir()) == content
         assert f"set aside: {root / name}" in caplog.text
+
+
+def test_the_log_says_what_a_trainer_resumes_from(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tundish.checkpoint")
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        load_chosen(checkpointer, tensors(0), choose_checkpoint(checkpointer))
+    assert [record.getMessage() for record in caplog.records] == [f"resumed from {root / 'dcp-200'}"]
 
 
 def test_where_nothing_is_whole_nothing_begins_anew_by_itself(root: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from support.distributed.programs import run
 from torch import nn
 from torch.optim import lr_scheduler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers.optimization import Adafactor, get_cosine_schedule_with_warmup
 
 import tundish as td
@@ -167,6 +168,47 @@ def test_groups_without_parameters_keep_their_settings(tmp_path: Path) -> None:
         checkpointer.resume(**resumed.objects)
     for mine, theirs in zip(resumed.optimizer.param_groups, run.optimizer.param_groups, strict=True):
         assert {**mine, "params": len(mine["params"])} == {**theirs, "params": len(theirs["params"])}
+
+
+def test_settings_that_the_checkpoint_lacks_stay(tmp_path: Path) -> None:
+    """A run that begins to use a scheduler, which adds settings to the groups."""
+    run, resumed = Run(adamw), Run(adamw, SCHEDULERS["CyclicLR"])
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        checkpointer.save(1, **run.objects)
+        checkpointer.resume(**resumed.objects, strict=False)
+    (group,) = resumed.optimizer.param_groups
+    assert group["lr"] == run.optimizer.param_groups[0]["lr"]
+    assert "initial_lr" in group
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_goes_on_at_the_next_batch(tmp_path: Path, workers: int) -> None:
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(3)
+        numbers = list(range(20))
+        return StatefulDataLoader(numbers, 2, shuffle=True, num_workers=workers, generator=generator)
+
+    model, loader, resumed = nn.Linear(2, 2), make(), make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        checkpointer.save(1, model=model, loader=loader)
+        expected = [batch.tolist() for batch in batches]
+        checkpointer.resume(model=model, loader=resumed)
+    assert [batch.tolist() for batch in resumed] == expected
+    assert len(expected) == 7
+
+
+def test_wrappers_of_the_model_change_no_name(tmp_path: Path) -> None:
+    run, resumed = Run(adamw), Run(adamw, seed=1)
+    run.steps(1)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        checkpointer.save(1, **{**run.objects, "model": torch.compile(run.model, backend="eager")})
+        expected = run.steps(2)
+        checkpointer.resume(**resumed.objects)
+    assert resumed.steps(2) == expected
 
 
 def test_saving_makes_no_step_of_a_new_optimizer(tmp_path: Path) -> None:
@@ -363,6 +405,8 @@ def test_without_strict_the_rest_is_loaded_and_the_log_names_what_was_left_out(
         assert checkpointer.resume(**other.objects, strict=False) == 1
     assert torch.equal(other.model.head.weight, run.model.head.weight)
     assert other.loader.given == 2
+    # Groups that differ keep their own settings.
+    assert other.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     mine, theirs = (one.state[one.param_groups[0]["params"][0]] for one in (other.optimizer, run.optimizer))
     assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
     (line,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.sharded_models import SMALL
 from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tundish as td
 from tundish.checkpoint import Checkpointer, session
@@ -91,6 +94,7 @@ def train(rank: int, line: Line) -> None:
     training = Training(layout, optimizer)
     with Checkpointer(root, on_failure="raise", timeout=60, keep_last=2) as checkpointer:
         start = checkpointer.resume(**training.objects)
+        check_placements(training.optimizer)
         losses = {}
         for step in range(start + 1, last + 1):
             losses[step] = training.step(step)
@@ -100,6 +104,15 @@ def train(rank: int, line: Line) -> None:
             line.say(start, losses)
             line.hear()
     line.say(start, losses)
+
+
+def check_placements(optimizer: torch.optim.Optimizer) -> None:
+    """No rank holds the whole of a state whose parameter is sharded."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(parameter, DTensor) and name != "step":
+                assert isinstance(value, DTensor)
+                assert value.placements == parameter.placements
 
 
 def train_on(
@@ -131,6 +144,45 @@ def test_a_killed_job_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
         assert start == first
         found |= losses
     assert found == expected
+
+
+def save_llama(rank: int, line: Line) -> None:
+    root, is_tied = line.hear()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=is_tied))
+    fully_shard(model)
+    with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
+        checkpointer.save(1, model=model, hf=True)
+
+
+def resume_llama(rank: int, line: Line) -> None:
+    root, is_tied = line.hear()
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=is_tied))
+    fully_shard(model)
+    with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
+        line.say(outcome(lambda: checkpointer.resume(model=model))[1])
+        # All ranks take part, whether or not it was refused.
+        head = model.lm_head.weight.full_tensor()  # type: ignore[operator]  # a DTensor
+        line.say(head.detach())
+
+
+@pytest.mark.parametrize(("is_tied", "becomes_tied"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_sharded_tied_weights(tmp_path: Path, is_tied: bool, becomes_tied: bool, size: int) -> None:
+    root = tmp_path / "root"
+    with Job(save_llama, 2, tmp_path) as job:
+        job.tell_all((root, is_tied))
+        job.expect_end()
+    exported = AutoModelForCausalLM.from_pretrained(root / "hf-1").lm_head.weight
+    with Job(resume_llama, size, tmp_path) as job:
+        job.tell_all((root, becomes_tied))
+        errors = [error for (error,) in job.hear_all()]
+        heads = [head for (head,) in job.hear_all()]
+        job.expect_end()
+    is_refused = becomes_tied and not is_tied
+    names = "'model.model.embed_tokens.weight' and 'model.lm_head.weight' are one tensor here"
+    assert [names in error for error in errors] == [is_refused] * size
+    assert [torch.equal(head, exported) for head in heads] == [not is_refused] * size
 
 
 def draw(rank: int, line: Line) -> None:

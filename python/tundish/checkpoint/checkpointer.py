@@ -528,7 +528,7 @@ class Checkpointer(ReadonlyRoot):
             NotFoundError: there is no checkpoint; on all ranks, as all errors here.
             CorruptCheckpointError: the checkpoint, or every checkpoint, is damaged.
             CheckpointInUseError: another process locks readers out of it.
-            StateMismatchError: `state_dict` does not fit.
+            StateMismatchError: `state_dict` does not fit, or has two names for one tensor whose saved values differ.
             InvalidTypeError: an object is of a type that is not read.
 
         Example:

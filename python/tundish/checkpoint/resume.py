@@ -10,16 +10,19 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tundish.checkpoint.root import Kind
+from tundish.checkpoint.root import Kind, name_of
 from tundish.distributed import agreed
 from tundish.errors import StepExistsError
 
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
+
+_logger = logging.getLogger("tundish.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,4 +93,6 @@ def load_chosen(checkpointer: Checkpointer, state_dict: dict[str, Any], run: Res
     """
     # Its checksums were verified when it was chosen.
     checkpointer.load_dcp(state_dict, run.step, verify=False)
+    if checkpointer._session.voter.is_first:
+        _logger.info("resumed from %s", checkpointer.path / name_of("dcp", run.step))
     checkpointer.discard_after(run.step)
