@@ -21,7 +21,15 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 
 CHATS = Dataset.from_list(draw_chats(50, "completion_mask", "assistant_masks"))
 MASKS = ("completion_mask", "assistant_masks")
-EVERY_COLUMN = {"input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "seq_lengths"}
+EVERY_COLUMN = {
+    "input_ids",
+    "labels",
+    "position_ids",
+    "cu_seqlens",
+    "max_seqlen",
+    "dataset_id",
+    "seq_lengths",
+}
 
 
 def joined(rows: list[dict[str, Any]], pack: td.Pack) -> dict[str, Any]:

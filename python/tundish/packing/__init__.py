@@ -11,16 +11,17 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.packing.arguments import as_integer_array
     from tundish.packing.balancing import balance, micro_batches, shuffled_indices
-    from tundish.packing.collator import PackedCollator
+    from tundish.packing.batches.collator import PackedCollator
+    from tundish.packing.batches.context_parallelism import context_parallel, undo_context_parallel
+    from tundish.packing.batches.loader import PackLoader, loader
+    from tundish.packing.batches.loss_weights import num_items_in_batch, weighted_loss
+    from tundish.packing.batches.sampler import PackedBatchSampler
     from tundish.packing.comparing import compare
-    from tundish.packing.context_parallelism import context_parallel, undo_context_parallel
     from tundish.packing.dataset import PackedDataset
     from tundish.packing.exporting import export
-    from tundish.packing.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.mixing import MixedPack, PackMix, mix
     from tundish.packing.plan import FIELDS, Pack, PackBatch, PackPlan, Piece
     from tundish.packing.planning import pack, pack_datasets
-    from tundish.packing.sampler import PackedBatchSampler
     from tundish.packing.sources.lengths import lengths, open_samples
     from tundish.packing.stream import PackedStream
 else:
@@ -29,16 +30,17 @@ else:
         {
             "tundish.packing.arguments": ("as_integer_array",),
             "tundish.packing.balancing": ("balance", "micro_batches", "shuffled_indices"),
-            "tundish.packing.context_parallelism": ("context_parallel", "undo_context_parallel"),
-            "tundish.packing.loss_weights": ("num_items_in_batch", "weighted_loss"),
+            "tundish.packing.batches.context_parallelism": ("context_parallel", "undo_context_parallel"),
+            "tundish.packing.batches.loader": ("PackLoader", "loader"),
+            "tundish.packing.batches.loss_weights": ("num_items_in_batch", "weighted_loss"),
             "tundish.packing.planning": ("pack", "pack_datasets"),
-            "tundish.packing.collator": ("PackedCollator",),
+            "tundish.packing.batches.collator": ("PackedCollator",),
             "tundish.packing.dataset": ("PackedDataset",),
             "tundish.packing.exporting": ("export",),
             "tundish.packing.mixing": ("MixedPack", "PackMix", "mix"),
             "tundish.packing.comparing": ("compare",),
             "tundish.packing.plan": ("FIELDS", "Pack", "PackBatch", "PackPlan", "Piece"),
-            "tundish.packing.sampler": ("PackedBatchSampler",),
+            "tundish.packing.batches.sampler": ("PackedBatchSampler",),
             "tundish.packing.sources.lengths": ("lengths", "open_samples"),
             "tundish.packing.stream": ("PackedStream",),
         },
@@ -49,6 +51,7 @@ __all__ = [
     "MixedPack",
     "Pack",
     "PackBatch",
+    "PackLoader",
     "PackMix",
     "PackPlan",
     "PackedBatchSampler",
@@ -62,6 +65,7 @@ __all__ = [
     "context_parallel",
     "export",
     "lengths",
+    "loader",
     "micro_batches",
     "mix",
     "num_items_in_batch",

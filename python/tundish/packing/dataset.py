@@ -52,11 +52,17 @@ class PackedDataset(Dataset[dict[str, Any]]):
     | `position_ids` | int64, (tokens,) | from 0 on in each piece, wherever in its sample it begins; or `positions` |
     | `cu_seqlens` | int32, (pieces + 1,) | bounds of the pieces, from 0 to the number of tokens |
     | `max_seqlen` | int | tokens of the longest piece |
+    | `dataset_id` | int64, (pieces,) | the number of the dataset that each piece is of, as in `datasets` |
     | each of `columns` | int64, float32 or bool, (tokens,) | the column beside the tokens |
     | `column_padding` | dict | the padding value of each column, if there are columns |
     | each of `sample_columns` | tensor or list | the values of the samples, in the order of the pieces |
 
     Pieces without tokens (samples of length 0) leave no trace: `cu_seqlens` rises strictly.
+
+    The datasets of a mix are numbered through all its plans. If each plan has one, a dataset has its plan's number.
+
+    Collators of torch and of transformers refuse items, because they would lose the bounds of the pieces: use
+    `PackedCollator` or `tundish.loader`.
 
     If the plan was made with `align`, each piece is padded to a multiple of it, but in datasets of mode "hard". The
     padding is `pad_token_id` in `input_ids`, -100 in `labels`, and the padding value in a column. It counts as part of
@@ -94,6 +100,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
             It returns integers that begin as if the piece stood alone: (tokens,), or (rows, tokens). With rows,
             `position_ids` are (1 + rows, tokens), and their first row counts from 0 in each piece: Qwen2-VL and its
             like take (4, 1, tokens) in this order, and derive the pieces from the first row.
+
+    Attributes:
+        plan: As given.
+        datasets: The datasets, a tuple.
+        columns: The padding value of each column.
+        sample_columns: The names of the values that samples have once.
 
     Raises:
         InvalidTypeError: `datasets` or one of them is no dataset, or an argument is of the wrong type.
@@ -143,6 +155,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.columns = self._readers[0].samples.columns
         self.sample_columns = self._readers[0].samples.sample_columns
         self.datasets = tuple(dataset for reader in self._readers for dataset in reader.datasets)
+        # The number of the first dataset of each plan of a mix.
+        self._first_datasets = [
+            0,
+            *itertools.accumulate(len(reader.datasets) for reader in self._readers),
+        ]
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -209,6 +226,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             places = [place for place, of in enumerate(plans) if of == plan]
             found = self._readers[plan].items([numbers[place] for place in places])
             for place, item in zip(places, found, strict=True):
+                # The reader of a given `PackedDataset` numbers the datasets of that one.
+                item["dataset_id"] += self._first_datasets[plan]
                 items[place] = item
         return items
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import as_integer, check_flag
@@ -40,6 +43,51 @@ _CONSTANT_ADVICE = {
 
 Positions = Callable[[dict[str, Any]], Any]
 D = TypeVar("D", bound=np.generic)
+
+# Modules of transformers that collate rows or take keys out of them.
+_COLLATORS = frozenset(
+    {
+        "transformers.data.data_collator",
+        "transformers.tokenization_utils_base",
+        "transformers.trainer_utils",
+    }
+)
+
+
+class PackedItem(dict[str, Any]):
+    """An item of a `PackedDataset` or of a `PackedStream`: a dict that collators of whole samples refuse.
+
+    Those of torch and transformers would leave out the bounds of the pieces, which would then see each other, and learn
+    each other's first tokens. Torch's finds the type in its table. Those of transformers ask for keys, which no other
+    module is refused; `dict(item)` is a plain dict.
+    """
+
+    def __contains__(self, key: object) -> bool:
+        _refuse_collator(sys._getframe(1))
+        return super().__contains__(key)
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        _refuse_collator(sys._getframe(1))
+        return super().keys()
+
+
+def _refuse_collator(caller: FrameType) -> None:
+    if caller.f_globals.get("__name__") in _COLLATORS:
+        raise InvalidTypeError(
+            "a collator of transformers got an item of a PackedDataset or PackedStream, and would lose the bounds of "
+            "its pieces: give the Trainer data_collator=td.PackedCollator(), and its arguments "
+            "remove_unused_columns=False"
+        )
+
+
+def _refuse_default_collation(_batch: Any, *, collate_fn_map: Any = None) -> NoReturn:  # noqa: ARG001 (torch's form)
+    raise InvalidTypeError(
+        "torch's default collation got items of a PackedDataset or PackedStream, and would lose the bounds of their "
+        "pieces: give the DataLoader collate_fn=td.PackedCollator(), or iterate over td.loader(...)"
+    )
+
+
+default_collate_fn_map[PackedItem] = _refuse_default_collation
 
 
 class ItemBuilder:
@@ -79,7 +127,7 @@ class ItemBuilder:
 
     def build(
         self, samples: Sequence[Sample], starts: Sequence[int], stops: Sequence[int], align: int
-    ) -> dict[str, Any]:
+    ) -> PackedItem:
         """The item of pieces, each of which is the tokens `starts` … `stops` - 1 of its sample.
 
         Each piece is padded to a multiple of `align` tokens.
@@ -112,13 +160,14 @@ class ItemBuilder:
         positions = layout.positions()
         if self._positions is not None:
             positions = self._custom_positions(self._positions, tokens, columns, samples, layout)
-        item: dict[str, Any] = {
-            "input_ids": torch.from_numpy(layout.padded(tokens, self._pad_token_id)),
-            "labels": torch.from_numpy(layout.padded(labels, IGNORED_LABEL)),
-            "position_ids": torch.from_numpy(positions),
-            "cu_seqlens": torch.from_numpy(layout.bounds.astype(np.int32)),
-            "max_seqlen": max(layout.sizes),
-        }
+        item = PackedItem(
+            input_ids=torch.from_numpy(layout.padded(tokens, self._pad_token_id)),
+            labels=torch.from_numpy(layout.padded(labels, IGNORED_LABEL)),
+            position_ids=torch.from_numpy(positions),
+            cu_seqlens=torch.from_numpy(layout.bounds.astype(np.int32)),
+            max_seqlen=max(layout.sizes),
+            dataset_id=torch.from_numpy(np.array([sample.dataset for sample in samples], dtype=np.int64)),
+        )
         for key, column in columns.items():
             item[key] = torch.from_numpy(layout.padded(column, self._columns[key]))
         if columns:

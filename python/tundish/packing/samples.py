@@ -58,6 +58,9 @@ MADE_KEYS = frozenset(
 )
 
 
+# Further keys of items and of batches, which a column cannot have. In files they may mean something else.
+_TAKEN_KEYS = MADE_KEYS | {"dataset_id", "use_cache", "num_items_in_batch"}
+
 # Left out of a sample in silence, these would change what is trained: sources look for them by name, not by type.
 MEANINGFUL_KEYS = frozenset({"labels", *MASK_KEYS, *CONSTANT_KEYS, *MADE_KEYS})
 
@@ -553,7 +556,7 @@ def _check_name(name: Any, argument: str) -> None:
         why = "PackedDataset makes labels of -100 of it"
     elif name == "attention_mask":
         why = "packs hold no padding, and a mask would let pieces see each other"
-    elif name in MADE_KEYS:
+    elif name in _TAKEN_KEYS:
         why = "PackedDataset or PackedCollator makes it; rename the column"
     else:
         return

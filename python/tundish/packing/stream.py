@@ -13,9 +13,11 @@ import base64
 import copy
 import itertools
 import json
+import mmap
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -147,12 +149,14 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             pad_token_id=pad_token_id,
         )
         # A loaded state that the next iteration starts from.
-        self._loaded: _State | None = None
+        self._loaded: StreamState | None = None
         # The iteration that was begun last.
         self._iteration: _Iteration | None = None
         self._is_begun = False
         # The state before the first sample of a source that is an iterator: it goes on where it is.
         self._first: Any = None
+        # Whether workers of a `DataLoader` read the stream: a byte that is shared with processes that are forked.
+        self._read_by_workers = mmap.mmap(-1, 1)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterate over the packs: from the state that was loaded, once; else from the beginning of the source."""
@@ -163,13 +167,14 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             )
         info = get_worker_info()
         worker = None if info is None else Worker(info.id, info.num_workers)
+        self._read_by_workers[0] = worker is not None
         start = self._loaded
         if start is None:
-            start = _State(worker=worker, epoch=epoch_of(self.samples))
+            start = StreamState(worker=worker, epoch=epoch_of(self.samples))
         elif start.worker != worker:
             raise StateMismatchError(
                 f"the state was taken {_place(start.worker)}, and it is loaded {_place(worker)}: with workers, save "
-                "and load the state of a torchdata StatefulDataLoader with as many workers"
+                "and load the state of td.loader or of a torchdata StatefulDataLoader, with as many workers"
             )
         self._keep_first_state()
         if start.source.state is None:
@@ -206,10 +211,11 @@ class PackedStream(IterableDataset[dict[str, Any]]):
 
         It holds the packs that were not given out, and how far the source is: its own state if it has `state_dict` and
         `load_state_dict`, else the number of samples that it gave. With workers each worker has a state, which
-        torchdata's `StatefulDataLoader` collects.
+        `tundish.loader` and torchdata's `StatefulDataLoader` collect.
 
         Packs that a loader fetched count as given out. So take the state after each step: after an error it also counts
-        the packs of a batch that a `DataLoader` did not finish, which a resume would leave out.
+        the packs of a batch that a `DataLoader` did not finish, which a resume would leave out. `tundish.loader` keeps
+        the state of the last batch that it gave.
 
         After an error in a loop over the stream itself, the state leads to the sample that was refused, or the pack
         whose `positions` could not be made: a resume after the cure lacks nothing. The source may then be read again
@@ -221,6 +227,9 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             A dict of numbers and strings, and what the source's state and `sample_columns` hold. It has about 4/3 of
             the bytes of the open packs.
 
+        Raises:
+            InvalidInputError: Workers of a `DataLoader` read the stream, and this is the process that started them.
+
         Example:
             >>> import tundish as td
             >>> stream = td.PackedStream([[1, 2], [3, 4], [5, 6]], max_length=2, mode="sequential")
@@ -228,9 +237,20 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             >>> stream.state_dict()["packs"]
             1
         """
+        if self._read_by_workers[0] and get_worker_info() is None:
+            raise InvalidInputError(
+                "the packs of this PackedStream came from the workers of a DataLoader, and this process does not know "
+                "how far they are: iterate over td.loader(stream, batch_size=..., num_workers=...) or over torchdata's "
+                "StatefulDataLoader, and save the state of that"
+            )
+        return self._as_dict(self._state())
+
+    def _state(self) -> StreamState:
+        """The state after the last pack that was given out, without copies of its tokens."""
         state = self._loaded if self._iteration is None else self._iteration.state()
-        if state is None:
-            state = _State(worker=None, epoch=epoch_of(self.samples))
+        return StreamState(worker=None, epoch=epoch_of(self.samples)) if state is None else state
+
+    def _as_dict(self, state: StreamState) -> dict[str, Any]:
         return state.to_dict(self._options, self._reader)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -257,17 +277,26 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             >>> [item["input_ids"].tolist() for item in stream]
             [[3, 4], [5, 6]]
         """
-        loaded = _State.from_dict(state, self._options, self._reader)
+        self._go_to(self._from_dict(state))
+        self._read_by_workers[0] = 0
+
+    def _from_dict(self, state: Mapping[str, Any]) -> StreamState:
+        """Check a state that `state_dict` returned; raises as `load_state_dict`."""
+        loaded = StreamState.from_dict(state, self._options, self._reader)
         if loaded.source.state is not None and not is_stateful(self.samples):
             raise StateMismatchError(
                 f"the state holds that of a source, and the source of this stream is {format_type(self.samples)} "
                 "without load_state_dict: give the source that the state was taken of"
             )
+        return loaded
+
+    def _go_to(self, state: StreamState | None) -> None:
+        """Have the next iteration go on from a state, or begin at the beginning of the source."""
         self._keep_first_state()
         # Datasets of Hugging Face go on from a state only in its epoch.
-        if loaded.epoch not in (None, epoch_of(self.samples)):
-            self.set_epoch(loaded.epoch)
-        self._loaded, self._iteration = loaded, None
+        if state is not None and state.epoch not in (None, epoch_of(self.samples)):
+            self.set_epoch(state.epoch)
+        self._loaded, self._iteration = state, None
 
     def _keep_first_state(self) -> None:
         if self._first is None and isinstance(self.samples, Iterator) and is_stateful(self.samples):
@@ -285,13 +314,22 @@ class PackedStream(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the iteration: a copy in another process begins its own."""
-        return self.__dict__ | {"_iteration": None}
+        if get_spawning_popen() is not None:
+            # The copy is for a process that is being started, and which shares no memory with this one.
+            self._read_by_workers[0] = 1
+        state = self.__dict__ | {"_iteration": None}
+        del state["_read_by_workers"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._read_by_workers = mmap.mmap(-1, 1)
 
 
 class _Iteration:
     """One iteration over the packs, from a state on."""
 
-    def __init__(self, stream: PackedStream, start: _State) -> None:
+    def __init__(self, stream: PackedStream, start: StreamState) -> None:
         self._start = start
         self._reader = StreamReader(stream.samples, stream._reader, start.worker, start.source)
         self._packer = _packer_of(stream._options, start)
@@ -304,7 +342,9 @@ class _Iteration:
         self._packs = deque(list(pack) for pack in start.packs)
 
     def items(self) -> Iterator[dict[str, Any]]:
-        own = _own_packs(self._num_packs, self._start.worker)
+        own, worker = self._num_packs, self._start.worker
+        if own is not None and worker is not None:
+            own = own_packs(own, worker)
         while own is None or self._given < own:
             if not self._close_a_pack():
                 if own is not None:
@@ -318,7 +358,7 @@ class _Iteration:
             self._given += 1
             yield item
 
-    def state(self) -> _State:
+    def state(self) -> StreamState:
         packs = [list(pack) for pack in self._packs]
         return self._start._replace(source=self._reader.state(), given=self._given, packs=packs)
 
@@ -350,10 +390,8 @@ class _Iteration:
         )
 
 
-def _own_packs(num_packs: int | None, worker: Worker | None) -> int | None:
-    """How many of `num_packs` packs this process gives."""
-    if num_packs is None or worker is None:
-        return num_packs
+def own_packs(num_packs: int, worker: Worker) -> int:
+    """How many of `num_packs` packs a worker gives."""
     return num_packs // worker.total + int(worker.number < num_packs % worker.total)
 
 
@@ -376,7 +414,7 @@ def _checked_options(**options: Any) -> dict[str, Any]:
     return {name: complete[name] for name in _PACK_OPTIONS}
 
 
-def _packer_of(options: dict[str, Any], state: _State) -> _native.StreamPacker:
+def _packer_of(options: dict[str, Any], state: StreamState) -> _native.StreamPacker:
     """A packer that goes on with the packs of a state.
 
     Raises:
@@ -390,7 +428,7 @@ def _packer_of(options: dict[str, Any], state: _State) -> _native.StreamPacker:
 # ---- The state as a dict ----
 
 
-class _State(NamedTuple):
+class StreamState(NamedTuple):
     """How far an iteration is.
 
     Attributes:
@@ -426,7 +464,7 @@ class _State(NamedTuple):
         }
 
     @classmethod
-    def from_dict(cls, state: Any, options: dict[str, Any], reader: SampleReader) -> _State:
+    def from_dict(cls, state: Any, options: dict[str, Any], reader: SampleReader) -> StreamState:
         """The state that `to_dict` made a dict of.
 
         Raises:

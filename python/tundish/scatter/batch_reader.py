@@ -115,7 +115,7 @@ class BatchReader:
             more = itertools.repeat(None) if self._tail == "short" else itertools.cycle(tuple(batches))
             batches.extend(itertools.islice(more, self._width - new))
         # At its end, a loader's state may be that of a new epoch.
-        takes_state = self._is_stateful and not self._is_over
+        takes_state = self._is_stateful and (not self._is_over or advances_epoch(self._loader))
         state = copy.deepcopy(self._loader.state_dict()) if takes_state else None  # type: ignore[attr-defined]
         return StepBatches(batches, new, state)
 
@@ -224,6 +224,11 @@ def is_stateful(loader: Any) -> bool:
     )
 
 
+def advances_epoch(loader: Any) -> bool:
+    """Whether a loader goes to the next epoch itself, and only when the next iteration begins, as `td.loader` does."""
+    return bool(getattr(loader, "advances_epoch", False))
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of all parts of a loader that have one."""
     # The loader and its batch sampler often have one sampler.
@@ -249,10 +254,11 @@ def refuse_sharded(loader: Any) -> None:
         for count in _COUNTS:
             number = getattr(part, count, None)
             if isinstance(number, int) and number > 1:
+                how = f", with {count}=1" if advances_epoch(part) else ""
                 raise InvalidInputError(
                     f"the loader reads one of {number} parts of the data ({name} is {format_type(part)} with "
-                    f"{count}={number}), and each rank would get only a share of that: make it for one process, which "
-                    "reads for all ranks"
+                    f"{count}={number}), and each rank would get only a share of that: make it for one process{how}, "
+                    "which reads for all ranks"
                 )
 
 

@@ -32,7 +32,14 @@ from tundish.errors import (
 from tundish.progress import ProgressLine
 from tundish.saved_states import check_state
 from tundish.scatter.batch_bytes import resolve_device
-from tundish.scatter.batch_reader import Tail, length_of, refuse_sharded, set_epoch, step_count
+from tundish.scatter.batch_reader import (
+    Tail,
+    advances_epoch,
+    length_of,
+    refuse_sharded,
+    set_epoch,
+    step_count,
+)
 from tundish.scatter.iteration import EarlyExits, Epoch, EpochReceiver, EpochSource, LoaderStep
 from tundish.scatter.participants import agree_on_participants, process_group
 from tundish.scatter.prefetch import FORKED, EpochIterator, InlineSteps, PrefetchedSteps
@@ -168,8 +175,9 @@ class DispatchLoader(Generic[T_co]):
     make the loaders in the same order and iterate alike. Without `torch.distributed` it does the same in one process.
 
     Args:
-        dataloader: on the source any iterable of batches, a `torch.utils.data.DataLoader` for example, made for one
-            process; None on all other ranks. A batch is any nest of containers that `tundish.tree.flatten` takes.
+        dataloader: on the source any iterable of batches made for one process, a `torch.utils.data.DataLoader` or
+            `td.loader(..., world_size=1)` for example; None on all other ranks. A batch is any nest of containers that
+            `tundish.tree.flatten` takes.
         src: the source's rank within the group.
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks).
         replicate: a process group or a mesh dimension whose ranks get the same batch; see `scatter_batch`.
@@ -500,6 +508,12 @@ class DispatchLoader(Generic[T_co]):
         # A source of each node may read a part of the data.
         if is_whole_job:
             refuse_sharded(dataloader)
+        if advances_epoch(dataloader) and (dataloader.epoch or dataloader.step):
+            # The other ranks count from the beginning.
+            raise InvalidInputError(
+                f"the source's loader is at epoch {dataloader.epoch} after {dataloader.step} batches: load the state "
+                "into the DispatchLoader alone, or call set_epoch of that"
+            )
         return dataloader
 
     def _raise_if_closed(self) -> None:

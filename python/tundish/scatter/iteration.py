@@ -24,7 +24,14 @@ from tundish.distributed import JobStore
 from tundish.errors import PeerFailedError, PeerLeftLoopError
 from tundish.progress import ProgressLine
 from tundish.scatter.batch_bytes import IncomingBatch
-from tundish.scatter.batch_reader import BatchReader, StepBatches, Tail, length_of, step_count
+from tundish.scatter.batch_reader import (
+    BatchReader,
+    StepBatches,
+    Tail,
+    advances_epoch,
+    length_of,
+    step_count,
+)
 from tundish.scatter.steps import ControlMessage, ScatterRank, ScatterReceiver, ScatterSource
 from tundish.tree import flatten_with_addresses
 
@@ -187,6 +194,8 @@ class EpochSource(Epoch):
         width = self.scatter.participants.batch_count
         with self._ended_by_errors():
             with self._reported_reading():
+                if state is None and advances_epoch(self._loader):
+                    self._loader.set_epoch(epoch)
                 self.start = EpochStart(epoch, skip, length_of(self._loader))
             self._done = skip
             if self.start.length is not None:

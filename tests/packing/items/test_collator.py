@@ -52,6 +52,7 @@ def test_yields_what_transformers_own_collator_yields(
     for indices in batches_of(dataset):
         items = dataset.__getitems__(indices)
         ours = td.PackedCollator(**options)(items)
+        assert ours.pop("use_cache") is False
         theirs = DataCollatorWithFlattening(return_tensors="pt", **options)(pieces_of(items))
         assert set(ours) == set(theirs)
         for key, value in theirs.items():
@@ -159,7 +160,7 @@ def test_a_batch_without_tokens_is_padding_alone() -> None:
 
 def test_a_batch_beyond_what_its_bounds_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # The limit itself is 16 GiB of tokens.
-    monkeypatch.setattr("tundish.packing.collator._MOST_TOKENS", 8)
+    monkeypatch.setattr("tundish.packing.batches.collator._MOST_TOKENS", 8)
     assert td.PackedCollator()([item_of()] * 2)["input_ids"].shape == (1, 8)
     with pytest.raises(InvalidInputError, match=r"the batch has 12 tokens, .* end at 8"):
         td.PackedCollator()([item_of()] * 3)
@@ -209,14 +210,14 @@ def test_the_loss_of_packs_is_that_of_their_pieces_apart(
     items = dataset.__getitems__([0, 3, len(dataset) - 1])
     model = small_llama(VOCABULARY, attention)
     batch = td.PackedCollator(return_flash_attn_kwargs=return_flash_attn_kwargs)(items)
-    packed = model(**batch, use_cache=False).loss
+    packed = model(**batch).loss
     gradient = k_gradient(model, packed)
     apart = loss_apart(model, items)
     assert abs(packed.item() - apart.item()) < 1e-5
     torch.testing.assert_close(gradient, k_gradient(model, apart), rtol=1e-4, atol=1e-6)
     # The same row with pieces that see each other: the comparison above is able to fail.
     del batch["position_ids"]
-    assert abs(model(**batch, use_cache=False).loss.item() - apart.item()) > 1e-2
+    assert abs(model(**batch).loss.item() - apart.item()) > 1e-2
 
 
 def test_as_the_collate_fn_of_a_data_loader_with_workers() -> None:
@@ -253,9 +254,7 @@ def test_as_the_data_collator_of_a_trainer(keeps: bool, tmp_path: Path) -> None:
     if keeps:
         assert trainer.train().global_step == 2
         return
-    with pytest.raises(
-        InvalidTypeError, match=r"lacks cu_seqlens, max_seqlen: .* remove_unused_columns=False"
-    ):
+    with pytest.raises(InvalidTypeError, match=r"td\.PackedCollator\(\).* remove_unused_columns=False"):
         trainer.train()
 
 
@@ -292,7 +291,7 @@ def test_padding_is_one_more_piece(packs: list[int], align: int, options: dict[s
     more = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
     # A piece without tokens is none.
     expected = DataCollatorWithFlattening(return_tensors="pt", **more)([*pieces_of(items), padding])
-    batch = td.PackedCollator(**options, **more, pad_token_id=59)(items)
+    batch = td.PackedCollator(**options, **more, pad_token_id=59, use_cache=None)(items)
     weight = batch.pop("weight")
     assert set(batch) == set(expected)
     for key, value in expected.items():
@@ -336,7 +335,7 @@ def test_padding_does_not_change_the_loss(attention: str, align: int) -> None:
     for options in ({}, {"pad_to": 200}, {"pad_to_multiple_of": 64}):
         batch = td.PackedCollator(**options)(items)
         del batch["weight"]
-        loss = model(**batch, use_cache=False).loss
+        loss = model(**batch).loss
         assert abs(loss.item() - apart) < 1e-5
 
 
@@ -390,7 +389,7 @@ def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
     apart = loss_apart(model, items)
     expected = k_gradient(model, apart)
     batch = td.PackedCollator(attention="mask", pad_to=pad_to)(items)
-    with_positions = model(**batch, use_cache=False).loss
+    with_positions = model(**batch).loss
     # Rotary positions count relative to each other, so that only the mask tells pieces apart. The cache is on.
     del batch["position_ids"]
     packed = model(**batch).loss

@@ -55,7 +55,7 @@ def test_columns_stay_beside_their_tokens(lengths: list[int], max_length: int, s
             assert part[key].dtype == DTYPES[key]
             assert torch.equal(part[key], value), key
     assert all(item["column_padding"] == COLUMNS for item in items)
-    assert set(batch) == {"input_ids", "labels", "position_ids", *COLUMNS}
+    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache", *COLUMNS}
 
 
 @pytest.mark.parametrize("form", [None, "numpy", "torch"])

@@ -204,7 +204,7 @@ def train(rank: int, line: Line) -> None:
     whole["place"] = place[None]
     part = td.packing.context_parallel(whole, rank, 2, columns=["place"])
     items = td.packing.num_items_in_batch([part])
-    output = model(**part, use_cache=False, num_items_in_batch=items)
+    output = model(**part, num_items_in_batch=items)
     output.loss.backward()
     gradient = model.model.layers[0].self_attn.k_proj.weight.grad
     line.say(output.loss.item(), output.logits.detach().numpy(), gradient.numpy())
@@ -214,7 +214,7 @@ def train(rank: int, line: Line) -> None:
 def test_a_model_on_two_ranks_computes_what_it_computes_on_one(tmp_path: Path) -> None:
     whole = whole_batch()
     model = make_model("sdpa")
-    output = model(**whole, use_cache=False)
+    output = model(**whole)
     output.loss.backward()
     expected = model.model.layers[0].self_attn.k_proj.weight.grad
     with Job(train, 2, tmp_path) as job:

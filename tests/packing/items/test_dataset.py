@@ -52,7 +52,7 @@ def assert_is_pack(item: dict[str, Any], pieces: list[list[int]]) -> None:
     bounds = [0]
     for piece in pieces:
         bounds.append(bounds[-1] + len(piece))
-    assert set(item) == {"input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen"}
+    assert set(item) == {"input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "dataset_id"}
     assert item["input_ids"].tolist() == tokens
     assert item["labels"].tolist() == tokens
     assert item["position_ids"].tolist() == [place for piece in pieces for place in range(len(piece))]
@@ -116,6 +116,9 @@ def test_several_datasets(
     backwards = list(range(len(expected)))[::-1]
     for index, item in zip(backwards, dataset.__getitems__(backwards), strict=True):
         assert_is_pack(item, expected[index])
+        assert item["dataset_id"].dtype == torch.int64
+        starts = item["input_ids"][item["cu_seqlens"][:-1].long()]
+        assert item["dataset_id"].tolist() == (starts // 1000).tolist()
 
 
 def as_hf(samples: Samples, form: str | None) -> Any:

@@ -56,7 +56,7 @@ def test_a_token_is_learned_where_all_masks_are_one(lengths: list[int], max_leng
     tokens = [int(token) for row in rows for token in row["input_ids"]]
     assert [token for item in items for token in item["input_ids"].tolist()] == tokens
     for item in items:
-        assert set(item) == {"input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen"}
+        assert set(item) == {"input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "dataset_id"}
     if items:
         batch = td.PackedCollator()(items)
         starts = torch.cat([item["position_ids"] for item in items]) == 0

@@ -78,7 +78,7 @@ def test_the_gradient_of_all_steps_is_that_of_the_samples_apart(mode: Any, optio
     model.loss_function = td.packing.weighted_loss
     whole = 0.0
     for batch in batches:
-        loss = model(**batch, use_cache=False, num_items_in_batch=items).loss
+        loss = model(**batch, num_items_in_batch=items).loss
         loss.backward()
         whole += loss.item()
     assert abs(whole - apart.item()) < 1e-5
@@ -88,12 +88,12 @@ def test_the_gradient_of_all_steps_is_that_of_the_samples_apart(mode: Any, optio
 def test_a_batch_alone_is_divided_by_its_own_weights() -> None:
     dataset, model = make_dataset(), small_llama(VOCABULARY)
     batch = td.PackedCollator(loss_weights="tokens")(list(dataset))
-    own = model(**batch, use_cache=False).loss
+    own = model(**batch).loss
     model.loss_function = td.packing.weighted_loss
-    assert abs(model(**batch, use_cache=False).loss.item() - own.item()) < 1e-5
+    assert abs(model(**batch).loss.item() - own.item()) < 1e-5
     samples = td.PackedCollator(loss_weights="samples")(list(dataset))
     expected = loss_apart(model, dataset, "samples")
-    assert abs(model(**samples, use_cache=False).loss.item() - expected.item()) < 1e-5
+    assert abs(model(**samples).loss.item() - expected.item()) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"pad_to": 40}])
@@ -124,7 +124,7 @@ def test_no_token_to_learn_from_is_a_loss_of_zero() -> None:
     model.loss_function = td.packing.weighted_loss
     items = td.packing.num_items_in_batch([batch])
     for options in ({}, {"num_items_in_batch": items}):
-        assert model(**batch, use_cache=False, **options).loss.item() == 0
+        assert model(**batch, **options).loss.item() == 0
 
 
 class SampleTrainer(Trainer):

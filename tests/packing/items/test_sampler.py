@@ -15,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from support.distributed.rank_processes import preload
 from support.packing.samplers import global_batches, options, plan_of, samplers_of, splits
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
@@ -599,3 +601,46 @@ def test_states_beyond_the_common_packs_and_of_other_mixes_are_refused() -> None
     with pytest.raises(StateMismatchError, match="global batch of 4"):
         sampler.load_state_dict(td.PackedBatchSampler(MIX, 4, 0, 1).state_dict())
     assert sampler.state_dict() == before
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_state_under_a_loader_that_draws_ahead_needs_the_steps_that_were_done(context: str) -> None:
+    sampler = td.PackedBatchSampler(plan_of(40), 2, 0, 1)
+    loader: Any = DataLoader(range(40), batch_sampler=sampler, num_workers=1, multiprocessing_context=context)
+    assert sampler.state_dict()["step"] == 0
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(InvalidInputError, match=r"1 worker draws batches ahead.*steps_done=.*td\.loader"):
+        sampler.state_dict()
+    assert sampler.state_dict(steps_done=1)["step"] == 1
+    list(batches)
+    with pytest.raises(InvalidInputError, match="steps_done="):
+        sampler.state_dict()
+    # Another epoch, or another loader, which draws when it is asked.
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["step"] == 0
+    next(iter(DataLoader(range(40), batch_sampler=sampler)))
+    assert sampler.state_dict()["step"] == 1
+
+
+def test_a_loader_that_accelerate_prepared_draws_one_batch_ahead() -> None:
+    sampler = td.PackedBatchSampler(plan_of(40), 2, 0, 1)
+    loader = accelerate.Accelerator(cpu=True).prepare(DataLoader(range(40), batch_sampler=sampler))
+    next(iter(loader))
+    with pytest.raises(InvalidInputError, match="Accelerate prepared draws batches ahead"):
+        sampler.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_takes_the_state_at_each_draw(workers: int) -> None:
+    def make() -> Any:
+        sampler = td.PackedBatchSampler(plan_of(40), 2, 0, 1)
+        return StatefulDataLoader(range(40), batch_sampler=sampler, num_workers=workers)
+
+    expected = [batch.tolist() for batch in make()]
+    loader = make()
+    given = [batch.tolist() for batch in islice(loader, 7)]
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    assert given + [batch.tolist() for batch in again] == expected

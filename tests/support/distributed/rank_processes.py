@@ -56,7 +56,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "tundish.checkpoint.checkpointer",
-    "tundish.packing.sampler",
+    "tundish.packing.batches.sampler",
     "tundish.rtensor.controller",
     "tundish.scatter.dispatch_loader",
     "tundish.shm.shared_pool",

@@ -45,7 +45,15 @@ _SEQ_LENGTHS = "seq_lengths"
 _IGNORED_LABEL = -100
 # The options of `PackedDataset`.
 _ITEM_OPTIONS = ("mask_first_token", "pad_token_id", "columns", "sample_columns", "drop_columns", "positions")
-_COLUMNS = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", _SEQ_LENGTHS)
+_COLUMNS = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "cu_seqlens",
+    "max_seqlen",
+    "dataset_id",
+    _SEQ_LENGTHS,
+)
 
 
 def pack_dataset(
@@ -67,7 +75,7 @@ def pack_dataset(
     |---|---|---|
     | `input_ids`, `labels` | int64, (tokens,) | every collator |
     | `seq_lengths` | list: tokens of each piece | the padding-free collator of TRL |
-    | `position_ids`, `cu_seqlens`, `max_seqlen` | as in `td.PackedDataset` | `td.PackedCollator` |
+    | `position_ids`, `cu_seqlens`, `max_seqlen`, `dataset_id` | as in `td.PackedDataset` | `td.PackedCollator` |
     | each of `columns` and `sample_columns` | as in `td.PackedDataset` | `td.PackedCollator` |
 
     Labels are -100 where a mask of the sample (`completion_mask`, `assistant_masks`, `loss_mask`) is 0, and at the

@@ -23,6 +23,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class PackedBatchSampler:
         if (rank is None) != (world_size is None):
             raise InvalidInputError(f"rank is {rank} and world_size is {world_size}: give both, or neither")
         if rank is None:
-            rank, world_size = _running_ranks()
+            rank, world_size = running_ranks()
         self._batch_size = as_integer(batch_size, "batch_size", 1, LARGEST_GLOBAL_BATCH)
         self._world_size = as_integer(world_size, "world_size", 1, LARGEST_GLOBAL_BATCH)
         self._rank = as_integer(rank, "rank", 0, LARGEST_GLOBAL_BATCH)
@@ -237,7 +238,7 @@ class PackedBatchSampler:
         """
         epoch = as_integer(epoch, "epoch", 0, LARGEST_SEED)
         if epoch != self._epoch:
-            self._move(epoch, 0)
+            self.move(epoch, 0)
 
     def __len__(self) -> int:
         """Count the steps of a whole epoch, the same on every rank and the same after a resume."""
@@ -255,19 +256,20 @@ class PackedBatchSampler:
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """Return the position in this epoch: plain integers, booleans and strings.
 
-        A `DataLoader` with workers draws batches ahead of the training loop. Then pass the number of steps that were
-        trained on.
+        A `DataLoader` with workers draws batches ahead of the training loop, and so does one that Accelerate prepared.
+        Then pass the number of steps that were trained on, or use `tundish.loader`, which counts them.
 
         Args:
             steps_done: Steps of this epoch that are done, counted from the epoch's start, also after a resume. The
-                default is the number of steps handed out. It is right without workers, and with loaders that take
-                this state at each draw, as torchdata's `StatefulDataLoader` does.
+                default is the number of steps handed out. It is right without workers, and with torchdata's
+                `StatefulDataLoader`, which takes this state at each draw.
 
         Returns:
             The position, and everything that determines the order of global batches.
 
         Raises:
-            InvalidInputError: This iteration did not hand out so many steps, or began after them.
+            InvalidInputError: This iteration did not hand out so many steps, or began after them. Or `steps_done` is
+                left out, and a loader draws ahead.
 
         Example:
             >>> import tundish as td
@@ -279,6 +281,12 @@ class PackedBatchSampler:
         first, step = self._first_step, self._first_step
         if self._newest is not None:
             first, step = self._newest.first, self._newest.step
+        if steps_done is None and self._newest is not None and self._newest.drawn_ahead_by:
+            raise InvalidInputError(
+                f"{self._newest.drawn_ahead_by} draws batches ahead of the training loop, so that this sampler does "
+                "not know how many were trained on: give state_dict(steps_done=...), counted from the epoch's start, "
+                "or iterate over td.loader(...), whose state_dict() counts the batches that it gave out"
+            )
         if steps_done is not None:
             steps_done = as_integer(steps_done, "steps_done", 0, 2**63 - 1)
             if not first <= steps_done <= step:
@@ -288,6 +296,10 @@ class PackedBatchSampler:
                     "start, also after a resume"
                 )
             step = steps_done
+        return self.state_at(step)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """The state after a step of this epoch, which was checked."""
         return self._identity() | {"epoch": self._epoch, "step": step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,7 +349,7 @@ class PackedBatchSampler:
             # torchdata's StatefulDataLoader loads the state of a finished epoch after the loop has called `set_epoch`
             # for the next one. The state must not take the loop back.
             epoch, step = self._epoch, 0
-        self._move(epoch, step)
+        self.move(epoch, step)
 
     def _packs_in_common(self, state: Mapping[str, Any]) -> int | None:
         """The number of packs in common with the mix of `state`, if this sampler's mix was resumed from it."""
@@ -378,7 +390,8 @@ class PackedBatchSampler:
             f"Construct it with {key}={theirs}"
         )
 
-    def _move(self, epoch: int, step: int) -> None:
+    def move(self, epoch: int, step: int) -> None:
+        """Go to a step of an epoch, both of which were checked."""
         self._epoch = epoch
         self._first_step = step
         self._newest = None
@@ -400,10 +413,12 @@ class _Steps:
     Attributes:
         first: The step that it began with.
         step: The next step.
+        drawn_ahead_by: The loader that draws ahead of the training loop, in words; None if there is none.
     """
 
     def __init__(self, sampler: PackedBatchSampler) -> None:
         self.first = self.step = 0
+        self.drawn_ahead_by: str | None = None
         self._sampler = sampler
         # The seed and the epoch, once it has begun.
         self._draws: tuple[int, int] | None = None
@@ -419,6 +434,7 @@ class _Steps:
             # Not before the first draw: a DataLoader with workers makes two iterators and draws from one.
             self.first = self.step = sampler._begin(self)
             self._draws = sampler.seed, sampler.epoch
+            self.drawn_ahead_by = _loader_ahead()
         if self.step >= len(sampler):
             # Frees the memory.
             self._order = self._window = None
@@ -468,6 +484,28 @@ class _Steps:
         return np.take_along_axis(packs, within, axis=1)
 
 
+def _loader_ahead() -> str | None:
+    """The loader that asks for a batch and draws ahead of the training loop, in words; None if there is none.
+
+    A sampler sees no more of a loader than its calls: a loader that draws ahead makes several before it gives a batch,
+    as a loop does that trains and saves no state.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module == "accelerate.data_loader":
+            return "a loader that Accelerate prepared"
+        if module == "torch.utils.data.dataloader":
+            iterator: Any = frame.f_locals.get("self")
+            if type(iterator).__module__.startswith("torchdata."):
+                # It takes a state at each draw.
+                return None
+            if workers := getattr(iterator, "_num_workers", 0):
+                return f"a DataLoader with {format_count(workers, 'worker')}"
+        frame = frame.f_back
+    return None
+
+
 def _value_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:
     """A value of a state, checked for its type; storing may have changed an int to another integer type."""
     value = state[key]
@@ -492,7 +530,7 @@ def _number_of_state(state: Mapping[str, Any], key: str, maximum: int) -> int:
     return number
 
 
-def _running_ranks() -> tuple[int, int]:
+def running_ranks() -> tuple[int, int]:
     """Rank and world size of this process, from torch.distributed or the environment."""
     # A process that never imported torch.distributed cannot have initialised it.
     distributed = sys.modules.get("torch.distributed")

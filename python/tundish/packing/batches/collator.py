@@ -1,7 +1,7 @@
 """`PackedCollator`: items of a `PackedDataset` as the keyword arguments of a transformers model.
 
-Invariants: without padding and columns, a batch equals that of transformers' `DataCollatorWithFlattening`, which gets
-each piece as a feature of its own. Padding is one more piece, the last.
+Invariants: without padding, columns and `use_cache`, a batch equals that of transformers' `DataCollatorWithFlattening`,
+which gets each piece as a feature of its own. Padding is one more piece, the last.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
 from tundish.packing.arguments import as_integer, as_optional_integer, check_choice, check_flag
+from tundish.packing.batches.loss_weights import token_weights
 from tundish.packing.item import IGNORED_LABEL, collected
-from tundish.packing.loss_weights import token_weights
 from tundish.packing.mixing import PackMix
 from tundish.packing.plan import PackPlan
 from tundish.packing.samples import COLUMN_PADDING, MADE_KEYS
@@ -27,6 +27,7 @@ LossWeights = Literal["tokens", "samples"]
 
 _TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
 _ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
+_DATASET_ID = "dataset_id"
 # Beside them, rows of `tundish.hf.pack_dataset` have the tokens of each piece, for TRL.
 _SEQ_LENGTHS = "seq_lengths"
 # The largest bound that int32 holds.
@@ -40,8 +41,10 @@ class PackedCollator:
     | key | type | when |
     |---|---|---|
     | `input_ids`, `labels` | int64, (1, tokens) | always |
+    | `use_cache` | False | unless `use_cache=None` |
     | `position_ids` | int64, (1, tokens), or (rows, 1, tokens) with the dataset's `positions` | always |
     | `seq_idx` | int32, (1, tokens): number of the piece in the batch | `return_seq_idx=True` |
+    | `dataset_id` | int64, (pieces,): number of the dataset of each piece | `return_dataset_id=True` |
     | `cu_seq_lens_q`, `cu_seq_lens_k` | int32, (pieces + 1,) | `return_flash_attn_kwargs=True` |
     | `max_length_q`, `max_length_k` | int | `return_flash_attn_kwargs=True` |
     | `attention_mask` | float32, (1, 1, tokens, tokens): 0, or the least float32 | `attention="mask"` |
@@ -60,13 +63,17 @@ class PackedCollator:
     by one over the whole row, and would otherwise learn to predict it from another piece.
 
     The row has no padding unless `pad_to` or `pad_to_multiple_of` asks for it. The padding is one more piece after the
-    last, so that no piece sees it. Its `input_ids` are `pad_token_id`, its `labels` -100, and columns have their
-    padding values. Its `position_ids` count from 0, or from where those of the pieces begin.
+    last, so that no piece sees it. Its `input_ids` are `pad_token_id`, its `labels` -100, its `dataset_id` is -1, and
+    columns have their padding values. Its `position_ids` count from 0, or from where those of the pieces begin.
 
     Args:
         return_flash_attn_kwargs: Give the bounds to flash attention, so that it does not compute them from
             `position_ids` in each layer.
         return_seq_idx: Give the number of the piece that each token is in, which Mamba-like layers take.
+        return_dataset_id: Give the number of the dataset that each piece is of, as `PackedDataset` numbers them, to
+            report the loss of each. Take it out of the batch before the model gets it.
+        use_cache: False is put into the batch, because transformers' models turn a cache on, and take the row for one
+            long sequence then. None leaves it out, for models whose `forward` has no such argument.
         attention: "none" leaves it to the model to derive the pieces from positions or bounds. "mask" gives a causal
             mask in which pieces do not see each other, for models that ignore positions; it is added to the scores.
             "flex" gives it as a `BlockMask` for FlexAttention, which `to` moves to a device with its document ids.
@@ -85,7 +92,7 @@ class PackedCollator:
     Raises:
         InvalidTypeError: An option is of a wrong type.
         InvalidInputError: An option is below 1, `pad_token_id` below 0, `attention` or `loss_weights` is another word,
-            or options exclude or need each other.
+            `use_cache` is True, or options exclude or need each other.
 
     Example:
         >>> import tundish as td
@@ -100,6 +107,8 @@ class PackedCollator:
         *,
         return_flash_attn_kwargs: bool = False,
         return_seq_idx: bool = False,
+        return_dataset_id: bool = False,
+        use_cache: Literal[False] | None = False,
         attention: Attention = "none",
         loss_weights: LossWeights | None = None,
         pad_to: int | None = None,
@@ -109,11 +118,19 @@ class PackedCollator:
     ) -> None:
         check_flag(return_flash_attn_kwargs, "return_flash_attn_kwargs")
         check_flag(return_seq_idx, "return_seq_idx")
+        check_flag(return_dataset_id, "return_dataset_id")
+        if use_cache is not None and use_cache is not False:
+            raise InvalidInputError(
+                f"use_cache is {use_cache!r:.100}: with a cache the model would take the pieces of a row for one "
+                "sequence; give False, or None to leave it out of the batch"
+            )
         check_choice(attention, "attention", get_args(Attention))
         if loss_weights is not None:
             check_choice(loss_weights, "loss_weights", get_args(LossWeights))
         self.return_flash_attn_kwargs = return_flash_attn_kwargs
         self.return_seq_idx = return_seq_idx
+        self.return_dataset_id = return_dataset_id
+        self.use_cache = use_cache
         self.attention = attention
         self.loss_weights = loss_weights
         self.pad_to = as_optional_integer(pad_to, "pad_to", 1, _MOST_TOKENS)
@@ -237,8 +254,12 @@ class PackedCollator:
             positions = batch["position_ids"]
             first = positions[..., pieces[:-1]].amin(-1, keepdim=True) if before else 0
             positions[..., before:] = first + torch.arange(padding, device="cpu")
+        if self.use_cache is not None:
+            batch["use_cache"] = self.use_cache
         if self.return_seq_idx:
             batch["seq_idx"] = _piece_numbers(sizes)
+        if self.return_dataset_id:
+            batch[_DATASET_ID] = _dataset_ids(items, self.pad_pieces_to or len(sizes))
         if self.loss_weights:
             learned = labels.numpy()[0] != IGNORED_LABEL
             weights, unlearned = token_weights(learned, pieces, self.loss_weights)
@@ -246,7 +267,7 @@ class PackedCollator:
             batch["num_unlearned_pieces"] = unlearned
         if self.attention != "none":
             # It takes a second to import FlexAttention.
-            from tundish.packing.attention import PackedBlockMask, causal_mask
+            from tundish.packing.batches.attention import PackedBlockMask, causal_mask
 
             document_ids = _piece_numbers(sizes)
             if self.attention == "mask":
@@ -265,7 +286,7 @@ class PackedCollator:
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
-        if any(len(item) > len(_ITEM_KEYS) for item in items):
+        if any(len(item) > len(_ITEM_KEYS) + (_DATASET_ID in item) for item in items):
             _carry(batch, items, padding)
         return batch
 
@@ -303,6 +324,20 @@ def _piece_numbers(sizes: NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(np.arange(len(sizes), dtype=np.int32).repeat(sizes))[None]
 
 
+def _dataset_ids(items: Sequence[Mapping[str, Any]], pieces: int) -> torch.Tensor:
+    """The number of the dataset of each piece, int64, (pieces,); -1 for padding."""
+    for number, item in enumerate(items):
+        found = item.get(_DATASET_ID)
+        count = len(item["cu_seqlens"]) - 1
+        if not isinstance(found, torch.Tensor) or found.shape != (count,):
+            raise InvalidInputError(
+                f"item {number} of the batch has no dataset_id for each of its {count} pieces: give whole items of a "
+                "PackedDataset, or leave out return_dataset_id"
+            )
+    own = torch.cat([item[_DATASET_ID] for item in items])
+    return functional.pad(own, (0, pieces - len(own)), value=-1)
+
+
 def _row(items: Sequence[Mapping[str, Any]], key: str, padding: int, value: int) -> torch.Tensor:
     """The items' tensors end to end, int64, (…, 1, tokens), with so many times the value after them."""
     # Items may hold integers of any width; `long` does not copy int64.
@@ -327,7 +362,7 @@ def _with_tensors(items: Any) -> Any:
 def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]], padding: int) -> None:
     """Add the columns and the sample columns of the items to their batch."""
     columns = items[0].get(COLUMN_PADDING, {})
-    known = {*_ITEM_KEYS, _SEQ_LENGTHS, COLUMN_PADDING, *columns}
+    known = {*_ITEM_KEYS, _DATASET_ID, _SEQ_LENGTHS, COLUMN_PADDING, *columns}
     values: dict[str, list[Any]] = {}
     for number, item in enumerate(items):
         own = item.get(COLUMN_PADDING, {})

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.packing.item import IGNORED_LABEL
 
 _WHAT = "summing up the loss weights"
-_ADVICE = 'the batches are those of PackedCollator(loss_weights="tokens" or "samples")'
+_ADVICE = "give the batches of PackedCollator, or others with labels or loss_weights"
 
 
 def token_weights(
@@ -38,11 +39,11 @@ def token_weights(
 
 
 def num_items_in_batch(batches: Iterable[Mapping[str, Any]], *, group: Any = None) -> torch.Tensor:
-    """The denominator of a step's loss: the sum of the loss weights of all its batches, on all ranks.
+    """The denominator of a step's loss: the number of learned tokens of all its batches, on all ranks.
 
-    With `loss_weights="tokens"` it is the number of learned tokens, with "samples" the number of pieces that have one.
-    It is what transformers' `Trainer` calls `num_items_in_batch`. The call is collective if there are several ranks.
-    It uses the job's store, so the group's backend can be any. An error on one rank is raised on all.
+    If a batch has loss weights, it is their sum: with `loss_weights="samples"` the number of pieces that have a learned
+    token. It is what transformers' `Trainer` calls `num_items_in_batch`. The call is collective if there are several
+    ranks. It uses the job's store, so the group's backend can be any. An error on one rank is raised on all.
 
     Args:
         batches: This rank's batches of the step, one for each accumulation step, as `PackedCollator` gave them.
@@ -53,14 +54,14 @@ def num_items_in_batch(batches: Iterable[Mapping[str, Any]], *, group: Any = Non
 
     Raises:
         InvalidTypeError: `batches` is one batch, or holds something else.
-        InvalidInputError: A batch has no loss weights.
+        InvalidInputError: A batch has neither labels nor loss weights.
         PeerFailedError: Another rank raised one of these errors, or was killed.
         VoteTimeoutError: A rank did not make the call within half an hour.
 
     Example:
         >>> import tundish as td
         >>> dataset = td.PackedDataset([[1, 2, 3], [4, 5]], td.pack([3, 2], max_length=5))
-        >>> batch = td.PackedCollator(loss_weights="tokens")([dataset[0]])
+        >>> batch = td.PackedCollator()([dataset[0]])
         >>> td.packing.num_items_in_batch([batch, batch]).item()
         6.0
     """
@@ -85,15 +86,35 @@ def _summed(batches: Any) -> float:
             f"batches is {format_type(batches)}: give a list of batches, one for each accumulation step"
         )
     sums = []
+    are_weighted = None
     for number, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise InvalidTypeError(f"batch {number} is {format_type(batch)}: {_ADVICE}")
-        # The split over context-parallel ranks has shifted them.
-        weights = batch.get("shift_loss_weights", batch.get("loss_weights"))
-        if not isinstance(weights, torch.Tensor):
-            raise InvalidInputError(f"batch {number} has no loss_weights: {_ADVICE}")
+        is_weighted = "loss_weights" in batch
+        if are_weighted not in (None, is_weighted):
+            has, others = ("loss_weights", "have none") if is_weighted else ("no loss_weights", "have some")
+            raise InvalidInputError(
+                f"batch {number} has {has}, and the batches before it {others}: make all by one collator"
+            )
+        are_weighted = is_weighted
+        weights = _weights_of(batch)
+        if weights is None:
+            raise InvalidInputError(f"batch {number} has no labels: {_ADVICE}")
         sums.append(weights.sum(dtype=torch.float64).item())
     return math.fsum(sums)
+
+
+def _weights_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """The weights of the learned tokens of a batch, or whether each token is one; None if nothing says it."""
+    # The split over context-parallel ranks has shifted those that begin with `shift_`.
+    for key in ("shift_loss_weights", "loss_weights", "shift_labels", "labels"):
+        found = batch.get(key)
+        if isinstance(found, torch.Tensor):
+            if key == "labels":
+                # No token predicts the first one.
+                found = found[..., 1:]
+            return found if key.endswith("weights") else found != IGNORED_LABEL
+    return None
 
 
 def weighted_loss(
