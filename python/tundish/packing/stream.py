@@ -167,7 +167,6 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             )
         info = get_worker_info()
         worker = None if info is None else Worker(info.id, info.num_workers)
-        self._read_by_workers[0] = worker is not None
         start = self._loaded
         if start is None:
             start = StreamState(worker=worker, epoch=epoch_of(self.samples))
@@ -179,6 +178,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         self._keep_first_state()
         if start.source.state is None:
             start = start._replace(source=start.source._replace(state=self._first))
+        self._read_by_workers[0] = worker is not None
         self._is_begun, self._loaded = True, None
         self._iteration = _Iteration(self, start)
         return self._iteration.items()

@@ -237,6 +237,15 @@ def set_epoch(loader: Any, epoch: int) -> None:
             method(epoch)
 
 
+def refuse_begun(loader: Any) -> None:
+    """Raise `InvalidInputError` where a loader is past the beginning, from which the other ranks count."""
+    if advances_epoch(loader) and (loader.epoch or loader.step):
+        raise InvalidInputError(
+            f"the source's loader is at epoch {loader.epoch} after {loader.step} batches: load the state into the "
+            "DispatchLoader alone, or call set_epoch of that"
+        )
+
+
 def refuse_sharded(loader: Any) -> None:
     """Raise `InvalidInputError` where a loader, or a part of it, reads only one rank's part of the data."""
     if type(loader).__module__ == "accelerate.data_loader":

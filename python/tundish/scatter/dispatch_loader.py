@@ -34,8 +34,8 @@ from tundish.saved_states import check_state
 from tundish.scatter.batch_bytes import resolve_device
 from tundish.scatter.batch_reader import (
     Tail,
-    advances_epoch,
     length_of,
+    refuse_begun,
     refuse_sharded,
     set_epoch,
     step_count,
@@ -508,12 +508,7 @@ class DispatchLoader(Generic[T_co]):
         # A source of each node may read a part of the data.
         if is_whole_job:
             refuse_sharded(dataloader)
-        if advances_epoch(dataloader) and (dataloader.epoch or dataloader.step):
-            # The other ranks count from the beginning.
-            raise InvalidInputError(
-                f"the source's loader is at epoch {dataloader.epoch} after {dataloader.step} batches: load the state "
-                "into the DispatchLoader alone, or call set_epoch of that"
-            )
+        refuse_begun(dataloader)
         return dataloader
 
     def _raise_if_closed(self) -> None:
