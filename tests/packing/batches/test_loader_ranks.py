@@ -28,10 +28,10 @@ def epochs_of(loader: Any) -> Iterator[Any]:
 
 
 class Missing(list[Any]):
-    """Samples of which one cannot be read on rank 1."""
+    """Samples of which rank 1 cannot read the later ones."""
 
     def __getitem__(self, index: Any) -> Any:
-        if index == 41 and dist.get_rank() == 1:
+        if index > 40 and dist.get_rank() == 1:
             raise ConnectionError("the bucket does not answer")
         return super().__getitem__(index)
 
