@@ -125,6 +125,7 @@ def test_a_batch_turns_off_the_cache_with_which_pieces_would_see_each_other(atte
     loss = model(**td.PackedCollator()(items)).loss
     assert abs(loss.item() - apart.item()) < 1e-5
     torch.testing.assert_close(k_gradient(model, loss), k_gradient(model, apart), rtol=1e-4, atol=1e-6)
+    assert repr(td.PackedCollator(use_cache=None)) == "PackedCollator(use_cache=None)"
     plain = td.PackedCollator(use_cache=None)(items)
     assert "use_cache" not in plain
     assert abs(model(**plain).loss.item() - apart.item()) > 1e-2

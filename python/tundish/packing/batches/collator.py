@@ -199,9 +199,11 @@ class PackedCollator:
         return cls(pad_to=tokens, pad_pieces_to=pieces, **options)
 
     def __repr__(self) -> str:
-        given = (
+        given = [
             f"{name}={value!r}" for name, value in vars(self).items() if value not in (None, False, 0, "none")
-        )
+        ]
+        if self.use_cache is None:
+            given.append("use_cache=None")
         return f"PackedCollator({', '.join(given)})"
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
