@@ -143,6 +143,8 @@ import tundish
 assert "hf" in dir(tundish)
 sys.modules["transformers"] = None
 assert "hf" not in dir(tundish)
+# Each name needs its own framework alone.
+assert callable(tundish.hf.pack_dataset)
 try:
     tundish.hf.TundishTrainerMixin
 except ImportError as error:
