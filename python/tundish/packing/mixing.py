@@ -81,17 +81,17 @@ def mix(
     The packs of a plan come in a random order, and in a new one in each epoch. Epoch *e* of plan *p* has the order
     `numpy.random.RandomState([seed, p, e]).shuffle(numpy.arange(len(plan)))`.
 
-    A plan is *through* when each of its packs came in `epochs` epochs. `exhausted` says what the mix does then. The mix
-    ends after `num_packs` packs in any case.
+    A plan is finished after `epochs` passes. `exhausted` says what the mix does then. The mix ends after `num_packs`
+    packs in any case.
 
     | `exhausted` | the plan | the mix ends |
     |---|---|---|
-    | `"repeat"` | goes on in a new order | when all plans are through |
-    | `"stop"` | | when the first plan is through |
-    | `"drop"` | leaves; the others go on, with their weights in proportion | when all plans are through |
+    | `"repeat"` | goes on in a new order | when all plans are finished |
+    | `"stop"` | | when the first plan is finished |
+    | `"drop"` | leaves; the others go on, with their weights in proportion | when all plans are finished |
 
     By default `epochs` is 1. With `exhausted="repeat"` and `num_packs`, it is unlimited: the mix has exactly
-    `num_packs` packs. With `"drop"`, shares count from the place where a plan last left.
+    `num_packs` packs. With `"drop"`, shares restart when a plan leaves.
 
     Args:
         plans: The plans, or the `PackedDataset`s of plans: a list, or a mapping of names to them.
@@ -99,7 +99,7 @@ def mix(
             weight 0 a plan takes no part, and its epochs do not count; at least one weight must be above 0. A plan
             without packs must have the weight 0.
         num_packs: The most packs of the mix, 1 … 2⁴⁸.
-        epochs: Epochs after which a plan is through, at least 1.
+        epochs: Epochs after which a plan is finished, at least 1.
         seed: 0 … 2³² − 1; the same on every rank.
         exhausted: "repeat", "stop" or "drop".
         share: Make the call collective over the ranks of a torch.distributed job. Every rank passes the same arguments.
@@ -136,14 +136,14 @@ def mix(
         check_choice(exhausted, "exhausted", EXHAUSTED)
         names, found = _as_plans(plans)
         most = as_optional_integer(num_packs, "num_packs", 1, LARGEST_MIX)
-        through = as_optional_integer(epochs, "epochs", 1, LARGEST_MIX)
-        if through is None and (exhausted != "repeat" or most is None):
-            through = 1
+        most_epochs = as_optional_integer(epochs, "epochs", 1, LARGEST_MIX)
+        if most_epochs is None and (exhausted != "repeat" or most is None):
+            most_epochs = 1
         return MixParameters(
             plans=tuple(PlanIdentity(plan.fingerprint, len(plan)) for plan in found),
             seed=as_integer(seed, "seed", 0, LARGEST_SEED),
             exhausted=exhausted,
-            epochs=through,
+            epochs=most_epochs,
             num_packs=most,
             stages=(Stage(0, _as_weights(weights, names)),),
         )
@@ -175,8 +175,8 @@ class PackMix:
         weights: The weight of each plan; after `resume`, those that hold at the end.
         since: The first pack for which these weights hold: 0 without `resume`.
         seed: The seed of the orders in which each plan's packs come.
-        exhausted: What happens when a plan is through: "repeat", "stop" or "drop".
-        epochs: Epochs after which a plan is through; None if it never is.
+        exhausted: What happens when a plan is finished: "repeat", "stop" or "drop".
+        epochs: Epochs after which a plan is finished; None if it never is.
         num_packs: The most packs of the mix, or None.
         fingerprint: 32 hexadecimal digits, a hash of the plans and everything else that determines the order.
 
@@ -318,7 +318,7 @@ class PackMix:
         """Change the weights after `after` packs, and keep the packs before.
 
         The packs before place `after` stay as they are. From there on each plan goes on where it is: no pack comes
-        again before its plan is through. The new shares are counted from there on. `exhausted`, `epochs` and
+        again before its plan is finished. The new shares are counted from there on. `exhausted`, `epochs` and
         `num_packs` are those of the mix, and count the packs before `after` too.
 
         A state of a `PackedBatchSampler` over this mix, saved after at most `after` packs, can be loaded by one over
@@ -501,8 +501,8 @@ class MixParameters:
     Attributes:
         plans: The plans.
         seed: The seed of the orders of the plans' packs.
-        exhausted: What happens when a plan is through.
-        epochs: Epochs after which a plan is through, or None.
+        exhausted: What happens when a plan is finished.
+        epochs: Epochs after which a plan is finished, or None.
         num_packs: Packs of the mix at most, or None.
         stages: The weights. The first stage starts at 0, and `PackMix.resume` adds one.
     """

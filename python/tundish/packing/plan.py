@@ -631,8 +631,8 @@ class PackPlan:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.
 
         The plot shows the samples' lengths, the pieces of a pack, how many samples are cut or overlong, and the tokens
-        that are lost, beside the padding of batches of 8 samples that are padded to their longest. Without lengths it
-        shows each pack's longest piece instead, and no such batches.
+        that are lost. Beside them is the padding of batches of 8 samples that are padded to their longest.
+        Without lengths it shows each pack's longest piece instead, and no such batches.
 
         Args:
             path: The file to write; it appears complete and durable.

@@ -107,7 +107,7 @@ def test_a_mix_and_its_resumed_mixes_are_those_of_the_definition(
 
 def test_ends_of_a_mix() -> None:
     plans = [plan_of(10), plan_of(30)]
-    # Their weights let the first be through when the second has had 10 of its packs.
+    # Their weights let the first be finished when the second has had 10 of its packs.
     for options, taken in (
         ({}, [30, 30]),
         ({"epochs": 2}, [60, 60]),

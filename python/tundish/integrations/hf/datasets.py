@@ -107,8 +107,8 @@ def pack_dataset(
         `datasets.IterableDataset`, which one process reads.
 
     Raises:
-        InvalidInputError: `max_length` is missing, `mode` and `strategy` are both given, an argument is out of range, a
-            sample is longer than a pack, or the dataset has a column that is not known.
+        InvalidInputError: `max_length` is missing, `mode` and `strategy` are both given, or an argument is out of
+            range. Or a sample is longer than a pack, or the dataset has a column that is not known.
         InvalidTypeError: An argument, or what the dataset holds, is of a wrong type.
         MissingExtraError: datasets is not installed.
         TundishError: As `td.pack`, `td.PackedDataset` and `td.PackedStream`.
