@@ -19,6 +19,8 @@ class ProgressLine:
     Args:
         title: stands at the beginning of the line.
         progress: `None` shows the line when standard error is a terminal, `True` always, `False` never.
+        unit: the unit of what is counted, in the plural. With it the line shows numbers and a rate, also without a total.
+        delay: seconds after which a line appears.
 
     Attributes:
         shown: whether anything is drawn.
@@ -31,25 +33,29 @@ class ProgressLine:
         ...     line.update("cutting", 5, 10)
     """
 
-    def __init__(self, title: str, progress: bool | None = None) -> None:
+    def __init__(
+        self, title: str, progress: bool | None = None, *, unit: str | None = None, delay: float = 0.0
+    ) -> None:
         if progress is not None and not isinstance(progress, bool):
             raise InvalidTypeError(f"progress must be True, False or None, not {progress!r}")
         self.shown = _stderr_is_terminal() if progress is None else progress
         self._title = title
+        self._unit = unit
+        self._delay = delay
         self._phase: str | None = None
         self._bar: Any = None
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Show that `done` of `total` units of `phase` are done; a new phase starts the line afresh.
 
-        A `total` of 0 means that it is unknown: the line does not change.
+        A `total` of 0 means that it is unknown: without a unit the line does not change.
         """
-        if not self.shown or not total:
+        if not self.shown or not (total or self._unit):
             return
         try:
             if phase != self._phase:
-                self._start(phase)
-            self._bar.total = total
+                self._start(phase, total)
+            self._bar.total = total or None
             self._bar.update(done - self._bar.n)
         except Exception:  # noqa: BLE001 (whatever it is, the work goes on)
             self._give_up()
@@ -69,7 +75,7 @@ class ProgressLine:
                 self._give_up()
         self._bar = None
 
-    def _start(self, phase: str) -> None:
+    def _start(self, phase: str, total: int) -> None:
         from tqdm import tqdm
 
         class Line(tqdm):  # type: ignore[type-arg]
@@ -79,11 +85,13 @@ class ProgressLine:
         if self._bar is not None:
             self._bar.close()
         self._bar = Line(
-            total=1,
+            total=total or None,
             desc=f"{self._title}: {phase}",
-            # The units differ from phase to phase (samples, packs, bytes), so no numbers are shown.
-            bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}",
+            # Without a unit the units differ from phase to phase (samples, packs, bytes), so no numbers are shown.
+            bar_format=None if self._unit else "{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}",
+            unit=f" {self._unit or 'it'}",
             leave=False,
+            delay=self._delay,
             ncols=_columns(),
             # tqdm would ask the terminal, and draw nothing on one of 0 rows (see `_columns`).
             nrows=20,

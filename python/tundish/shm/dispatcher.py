@@ -149,6 +149,11 @@ class Dispatcher:
             self._outstanding.update(zip(task_ids, entries, strict=True))
             return len(task_ids)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes tasks."""
+        return self._refusal is None
+
     def check_open(self) -> None:
         """Raise `PoolError` unless this process may submit tasks."""
         self.check_same_process()

@@ -31,9 +31,10 @@ from tundish.errors import NotPicklableError, OutOfMemoryError, StorageError, fo
 # Kinds of tasks and of their answers: one item or result, or a list of them.
 SINGLE: Final = 0
 CHUNK: Final = 2
-# Added to a kind: the payload refers to shared memory; the answer is an error.
+# Added to a kind: the payload refers to shared memory; the answer is an error; the list goes on after an error.
 IN_BUFFER: Final = 1
 ERROR: Final = 4
+GO_ON: Final = 16
 # Never on the queue: the answer is an exception that the parent made.
 PARENT_ERROR: Final = 8
 

@@ -30,13 +30,17 @@ from tundish.errors import (
     NotPicklableError,
     PoolError,
     TundishError,
+    WorkerDiedError,
+    format_count,
     format_integer,
     format_type,
 )
+from tundish.progress import ProgressLine
 from tundish.shm import messages
 from tundish.shm.dispatcher import Dispatcher, TaskFuture
 from tundish.shm.messages import (
     CHUNK,
+    GO_ON,
     IN_BUFFER,
     MAX_PAYLOAD_BYTES,
     PARENT_ERROR,
@@ -99,6 +103,7 @@ class SharedPool:
         mp_context: str | BaseContext | None = None,
     ) -> None:
         shared = checked_shared(fn, shared)
+        self._name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
         self._workers = checked_workers(max_workers)
         context = checked_context(mp_context)
         self._numbers = itertools.count()
@@ -161,7 +166,13 @@ class SharedPool:
         return future
 
     def map(
-        self, items: Iterable[Any], *, ordered: bool = True, chunksize: int | Literal["auto"] = "auto"
+        self,
+        items: Iterable[Any],
+        *,
+        ordered: bool = True,
+        chunksize: int | Literal["auto"] = "auto",
+        progress: bool | None = None,
+        return_exceptions: bool = False,
     ) -> Generator[Any, None, None]:
         """Yield the results of `fn(item, **shared)` for every item.
 
@@ -173,23 +184,32 @@ class SharedPool:
             ordered: True for results in the order of the items, False for results as they come.
             chunksize: number of items that a worker takes at once. "auto" starts with one and grows to about a
                 millisecond of work. If a worker dies, its whole chunk fails.
+            progress: whether to count the results on a line of standard error; None if that is a terminal and the map
+                takes more than half a second.
+            return_exceptions: whether to yield the exception of an item in place of its result, and go on. If a worker
+                dies, each item of its chunk yields the `WorkerDiedError`; with `chunksize=1` only the one item.
 
         Returns:
-            A generator of results. An exception of a task is raised in place of its result, and ends the map. An error
-            of `items` is raised after the results of the items before it. When the generator ends, is closed or is
-            dropped, items that no worker has begun are taken back.
+            A generator of results. An exception of a task is raised in place of its result, and ends the map, unless
+            `return_exceptions`. An error of `items` is raised after the results of the items before it. When the
+            generator ends, is closed or is dropped, items that no worker has begun are taken back.
 
         Raises:
             InvalidInputError, InvalidTypeError: an argument is invalid.
-            PoolError: the pool is shut down or broken, or another process made it.
+            PoolError: the pool is shut down or broken, or another process made it. It always ends the map.
 
         Example:
             >>> import tundish as td
             >>> with td.shm.SharedPool(abs, max_workers=2) as pool:
             ...     list(pool.map(range(-3, 1)))
+            ...     list(pool.map([-3, "three"], return_exceptions=True))
             [3, 2, 1, 0]
+            [3, TypeError("bad operand type for abs(): 'str'")]
         """
         self._dispatcher.check_open()
+        delay = _PROGRESS_DELAY_SECONDS if progress is None else 0.0
+        line = ProgressLine("map", progress, unit="items", delay=delay)
+        total = _length_of(items) if line.shown else 0
         if chunksize != "auto":
             chunksize = checked_count(chunksize, "chunksize", minimum=1)
         try:
@@ -206,11 +226,12 @@ class SharedPool:
             FlowControl(self._workers, size),
             is_ordered=ordered,
             is_chunked=size != 1,
+            returns_exceptions=return_exceptions,
             pool=self,
         )
         results = mapping.results()
         next(results)
-        return results
+        return _counted(results, line, self._name, total) if line.shown else results
 
     def shutdown(
         self, wait: bool = True, cancel: bool = False, timeout: float | None = STUCK_TIMEOUT_SECONDS
@@ -242,6 +263,10 @@ class SharedPool:
         self._dispatcher.close(cancel=cancel, stuck_timeout=stuck_timeout)
         if wait:
             self._supervisor.join()
+
+    def __repr__(self) -> str:
+        state = "" if self._dispatcher.is_open else ", shut down"
+        return f"<SharedPool of {self._name}, {format_count(self._workers, 'worker')}{state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -322,6 +347,29 @@ def checked_context(value: str | BaseContext | None) -> BaseContext:
     return context
 
 
+# Short maps draw no line unless they are asked to.
+_PROGRESS_DELAY_SECONDS: Final = 0.5
+
+
+def _length_of(items: Iterable[Any]) -> int:
+    """Return the number of items, or 0 if it is unknown."""
+    try:
+        return operator.length_hint(items)
+    except Exception:  # noqa: BLE001 (code of users, whose answer is for the progress line alone)
+        return 0
+
+
+def _counted(
+    results: Generator[Any, None, None], line: ProgressLine, name: str, total: int
+) -> Generator[Any, None, None]:
+    """Yield `results`, and count them on `line`."""
+    with line, contextlib.closing(results):
+        line.update(name, 0, total)
+        for done, result in enumerate(results, 1):
+            line.update(name, done, total)
+            yield result
+
+
 # An item of a slow iterator waits at most this long for the next ones.
 _GATHERING_SECONDS: Final = 2e-3
 _RETRY_SECONDS: Final = 1e-3
@@ -376,7 +424,10 @@ class FlowControl:
 
 
 class ParallelMap:
-    """One call of `map`. Its tasks are single items, or lists of them if `is_chunked`; it keeps `pool` alive."""
+    """One call of `map`. Its tasks are single items, or lists of them if `is_chunked`; it keeps `pool` alive.
+
+    If it `returns_exceptions`, it yields the exceptions of items; otherwise the first one ends it.
+    """
 
     def __init__(
         self,
@@ -387,6 +438,7 @@ class ParallelMap:
         *,
         is_ordered: bool,
         is_chunked: bool,
+        returns_exceptions: bool,
         pool: object,
     ) -> None:
         self._pool = pool
@@ -395,6 +447,7 @@ class ParallelMap:
         self._flow = flow
         self._is_ordered = is_ordered
         self._is_chunked = is_chunked
+        self._returns_exceptions = returns_exceptions
         self._tasks = _chunks(items, flow) if is_chunked else items
         self._is_exhausted = False
         self._failure: Exception | None = None
@@ -406,6 +459,8 @@ class ParallelMap:
         self._payloads: list[Any] = []
         # By the number of a task whose payload refers to a buffer; kept until its answer comes.
         self._leases: dict[int, _native.SentBuffer] = {}
+        # By the number of a task that cannot be sent. Its payload is not put on the queue.
+        self._refused: dict[int, Exception] = {}
         self._items_taken = 0
         # By the number of a chunk: its first item, number of items, and bytes sent.
         self._spans: dict[int, tuple[int, int, int]] = {}
@@ -474,21 +529,29 @@ class ParallelMap:
             if kind & IN_BUFFER:
                 large_bytes += size
             if error is not None:
-                raise error
-            if self._is_chunked:
+                if not self._returns_exceptions or is_end_of_pool(kind, error):
+                    raise error
+                count = self._spans.pop(number)[1] if self._is_chunked else 1
+                yield from itertools.repeat(error, count)
+            elif self._is_chunked:
                 yield from self._of_chunk(number, value, size)
             else:
                 yield value
             del value
         self._flow.consumed(tasks, large_bytes)
 
-    def _of_chunk(self, number: int, value: tuple[float, list[Any], Any], size: int) -> Iterator[Any]:
-        seconds, results, packed_error = value
+    def _of_chunk(
+        self, number: int, value: tuple[float, list[Any], dict[int, Any]], size: int
+    ) -> Iterator[Any]:
+        seconds, results, failures = value
         _, count, sent = self._spans.pop(number)
         self._flow.learn(count, seconds, max(sent, size))
+        for place, packed_error in failures.items():
+            results[place] = messages.unpack_error(packed_error)
+            if not self._returns_exceptions:
+                yield from results[:place]
+                raise results[place]
         yield from results
-        if packed_error is not None:
-            raise messages.unpack_error(packed_error)
 
     # ---- Sending items ----
 
@@ -519,21 +582,29 @@ class ParallelMap:
             elif self._is_chunked:
                 self._pack_chunk(task)
             else:
-                self._pack(task)
+                self._pack_item(task)
             if time.perf_counter() > until:
                 return False
         self._is_exhausted = asked > 0
         return True
 
+    def _pack_item(self, item: Any) -> None:
+        try:
+            self._pack(item)
+        except NotPicklableError as error:
+            self._refuse(error)
+
     def _pack_chunk(self, items: list[Any]) -> None:
+        sent = 0
         try:
             sent = self._pack(items)
-        except NotPicklableError:
+        except NotPicklableError as error:
             if len(items) > 1:
-                # One by one, so that the items before the one that cannot be sent have results.
+                # One by one, so that only the one that cannot be sent has no result.
                 for item in items:
                     self._pack_chunk([item])
-            raise
+                return
+            self._refuse(error)
         self._spans[self._put + len(self._payloads) - 1] = self._items_taken, len(items), sent
         self._items_taken += len(items)
 
@@ -545,17 +616,37 @@ class ParallelMap:
         self._payloads.append(payload)
         return len(payload) if not flag else MAX_PAYLOAD_BYTES + 1
 
+    def _refuse(self, error: NotPicklableError) -> None:
+        """Take the error of a task that cannot be sent as its answer, or raise it."""
+        if not self._returns_exceptions:
+            raise error
+        self._refused[self._put + len(self._payloads)] = error
+        self._payloads.append(None)
+
     def _put_all(self) -> None:
-        kind = CHUNK if self._is_chunked else SINGLE
+        kind = SINGLE
+        if self._is_chunked:
+            kind = CHUNK | GO_ON if self._returns_exceptions else CHUNK
         while self._payloads:
+            refusal = self._refused.pop(self._put, None)
+            if refusal is not None:
+                self._answers[self._put] = PARENT_ERROR, refusal
+                self._put += 1
+                del self._payloads[0]
+                continue
             # A task with a buffer has another kind; while there are such tasks, tasks are put one by one.
-            wanted = 1 if self._leases else len(self._payloads)
+            wanted = 1 if self._leases or self._refused else len(self._payloads)
             flag = IN_BUFFER if self._put in self._leases else 0
             placed = self._dispatcher.put_many(self, self._put, kind | flag, self._payloads[:wanted])
             self._put += placed
             del self._payloads[:placed]
             if placed < wanted:
                 return
+
+
+def is_end_of_pool(kind: int, error: BaseException) -> bool:
+    """Return whether an answer says that the pool has ended, and nothing of its task."""
+    return kind == PARENT_ERROR and isinstance(error, PoolError) and not isinstance(error, WorkerDiedError)
 
 
 def _chunks(items: Iterator[Any], flow: FlowControl) -> Iterator[list[Any]]:

@@ -32,6 +32,7 @@ from tundish.shm import messages
 from tundish.shm.messages import (
     CHUNK,
     FAILED,
+    GO_ON,
     IN_BUFFER,
     MEMORY,
     PICKLE_PROTOCOL,
@@ -170,7 +171,7 @@ def _run(
         elif type(payload) is bytes:
             item = loads(payload)
         if kind & CHUNK:
-            flag, content, lease = _run_chunk(call, item, packer)
+            flag, content, lease = _run_chunk(call, item, packer, goes_on=bool(kind & GO_ON))
         else:
             result = call(item)
             # A plain value takes one call.
@@ -186,24 +187,32 @@ def _run(
 
 
 def _run_chunk(
-    call: Call, items: list[Any], packer: MessagePacker
+    call: Call, items: list[Any], packer: MessagePacker, *, goes_on: bool
 ) -> tuple[int, Any, _native.SentBuffer | None]:
-    """Pack three values: seconds, results before the first error, and that error or None."""
+    """Pack three values: seconds, results, and errors by their places among the results, which have None there.
+
+    Unless it `goes_on`, there is at most one error, and no result behind it.
+    """
     results: list[Any] = []
-    failure: PackedError | None = None
+    failures: dict[int, PackedError] = {}
+    items_left = iter(items)
     began = time.perf_counter()
-    try:
-        for item in items:
-            results.append(call(item))  # noqa: PERF401 (those before an error are results)
-    except BaseException as error:  # noqa: BLE001 (sent to the parent)
-        failure = messages.packed_error(error)
+    while len(results) < len(items) and (goes_on or not failures):
+        try:
+            for item in items_left:
+                results.append(call(item))  # noqa: PERF401 (those before an error are results)
+        except BaseException as error:  # noqa: BLE001 (sent to the parent)
+            failures[len(results)] = messages.packed_error(error)
+            results.append(None)
     seconds = time.perf_counter() - began
     try:
-        return packer.pack((seconds, results, failure))
+        return packer.pack((seconds, results, failures))
     except NotPicklableError:
         for place, result in enumerate(results):
             try:
                 messages.check_picklable(result)
             except NotPicklableError as error:
-                return packer.pack((seconds, results[:place], messages.packed_error(error)))
-        raise
+                failures[place], results[place] = messages.packed_error(error), None
+                if not goes_on:
+                    return packer.pack((seconds, results[: place + 1], {place: failures[place]}))
+        return packer.pack((seconds, results, failures))

@@ -107,3 +107,72 @@ def test_auto_chunks_grow_to_a_millisecond_of_work_or_a_full_message(cost: float
         assert flow.size * nbytes < MAX_PAYLOAD_BYTES
         flow.learn(flow.size, flow.size * cost, flow.size * nbytes)
     assert flow.size >= min(1e-3 / cost, 0.7 * MAX_PAYLOAD_BYTES / nbytes) * 0.9 or flow.size == 1
+
+
+@pytest.mark.parametrize("chunksize", [1, 4, "auto"])
+def test_with_return_exceptions_each_item_gives_its_result_or_its_exception(chunksize: Any) -> None:
+    items: list[Any] = list(range(20))
+    items[3], items[7], items[12], items[13] = "raise", "lambda", "exit", "local error"
+    items[8] = lambda: None
+    expected: list[Any] = list(range(20))
+    expected[3], expected[12] = "LookupError", "SystemExit"
+    for place in (7, 8, 13):
+        expected[place] = "NotPicklableError"
+    with td.shm.SharedPool(tasks.misbehave, max_workers=2) as pool:
+        results = list(pool.map(items, chunksize=chunksize, return_exceptions=True))
+    assert [type(one).__name__ if isinstance(one, BaseException) else one for one in results] == expected
+    assert str(results[3]) == "asked for" and "misbehave" in str(results[3].__cause__)
+
+
+def test_without_return_exceptions_a_chunk_ends_at_its_first_exception(tmp_path: Path) -> None:
+    paths = [str(tmp_path / "before"), "", str(tmp_path / "after")]
+    with td.shm.SharedPool(tasks.touch, max_workers=1) as pool:
+        results = pool.map(paths, chunksize=3)
+        assert next(results) == paths[0]
+        with pytest.raises(OSError, match="No such file"):
+            next(results)
+        assert [path.name for path in tmp_path.iterdir()] == ["before"]
+        assert len(list(pool.map(paths, chunksize=3, return_exceptions=True))) == 3
+        assert (tmp_path / "after").exists()
+
+
+@pytest.mark.parametrize(("chunksize", "lost"), [(1, {2}), (4, {0, 1, 2, 3})])
+def test_with_return_exceptions_each_item_of_a_dead_workers_chunk_gives_the_error(
+    chunksize: int, lost: set[int]
+) -> None:
+    with td.shm.SharedPool(tasks.die, max_workers=1) as pool:
+        results = list(pool.map([0, 1, "kill", 3, 4, 5, 6, 7], chunksize=chunksize, return_exceptions=True))
+    assert {place for place, one in enumerate(results) if isinstance(one, td.errors.WorkerDiedError)} == lost
+    assert all(results[place] == place for place in set(range(8)) - lost)
+
+
+def test_the_end_of_the_pool_ends_a_map_that_returns_exceptions() -> None:
+    with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
+        results = pool.map([0.01] * 100, chunksize=1, return_exceptions=True)
+        next(results)
+        pool.shutdown(cancel=True)
+        with pytest.raises(td.errors.PoolError, match="not begun"):
+            list(results)
+
+
+def test_progress_counts_the_results_with_and_without_a_known_total(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
+        # The line is drawn again after a tenth of a second.
+        naps = [0.15] * 3
+        assert list(pool.map(naps, progress=True, chunksize=1)) == naps
+        shown = capsys.readouterr().err
+        assert "map: naps:" in shown and "2/3" in shown and "items" in shown
+        assert list(pool.map((nap for nap in naps), progress=False)) == naps
+        assert capsys.readouterr().err == ""
+        assert list(pool.map((nap for nap in naps), progress=True, chunksize=1)) == naps
+        assert "map: naps: 2 items [" in capsys.readouterr().err
+        with pytest.raises(td.errors.InvalidTypeError, match="progress must be"):
+            pool.map([], progress="yes")  # type: ignore[arg-type]
+
+
+def test_a_pool_says_what_it_runs() -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        assert repr(pool) == "<SharedPool of echo, 2 workers>"
+    assert repr(pool) == "<SharedPool of echo, 2 workers, shut down>"

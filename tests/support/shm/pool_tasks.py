@@ -31,6 +31,11 @@ def touch_and_wait(item: tuple[str, float]) -> int:
     return os.getpid()
 
 
+def touch(path: str) -> str:
+    Path(path).open("x").close()
+    return path
+
+
 def describe(_item: Any, **shared: Any) -> dict[str, Any]:
     """A worker's view of its shared arguments, and the outcome of writing to them."""
     seen: dict[str, Any] = {"pid": os.getpid()}
