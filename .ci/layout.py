@@ -35,7 +35,6 @@ SINGLE_IMPORTER: dict[str, str] = {
     "tundish.packing.batches.stream_batches": "how far each worker of a stream is, apart from what a loader gives",
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",
-    "tundish.rtensor.group_drain": "the drain of all ranks, apart from one process's store",
     "tundish.scatter.prefetch": "the thread of a loader, its queue and its end",
     "tundish.shm.supervisor": "the processes of a pool, apart from its tasks",
 }

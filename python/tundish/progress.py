@@ -19,7 +19,7 @@ class ProgressLine:
     Args:
         title: stands at the beginning of the line.
         progress: `None` shows the line when standard error is a terminal, `True` always, `False` never.
-        unit: the unit of what is counted, in the plural. With it the line shows numbers and a rate, also without a total.
+        unit: the unit of what is counted, in the plural. The line then shows numbers and a rate, also without a total.
         delay: seconds after which a line appears.
 
     Attributes:

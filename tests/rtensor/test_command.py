@@ -26,9 +26,8 @@ def test_all_processes_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_
         assert cli.main(["rtensor", "stats", owner.addr, guarded.addr]) == 1
         out, problem = capsys.readouterr()
         assert owner.addr in out and guarded.addr not in out
-        assert problem.startswith("tundish: no answer: ") and f"{guarded.addr} refuses" in problem
-        assert "wants the token" in problem
-        assert "put it into a file, and give that with --token-file" in problem
+        assert problem.startswith(f"tundish: no answer: {guarded.addr} wants the token of its server: ")
+        assert "pass --token-file FILE" in problem and "trust" not in problem
         secret = tmp_path / "token"
         secret.write_text("another\n")
         assert cli.main(["rtensor", "stats", guarded.addr, "--token-file", str(secret)]) == 1

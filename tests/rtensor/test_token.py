@@ -59,10 +59,10 @@ def test_a_drain_shows_the_token_to_no_host_that_a_handle_names(tmp_path: Path) 
 
 
 def remove_what_others_own(handles: list[rtensor.RTensor]) -> None:
-    from tundish.rtensor.group_drain import remove_claimed
+    from tundish.rtensor.steps import remove_claimed
     from tundish.rtensor.tensor_store import default_store
 
-    remove_claimed(default_store, rtensor.collect_shards(handles))
+    remove_claimed(default_store.shards, default_store.own_addresses(), rtensor.collect_shards(handles))
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -65,9 +65,9 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     answers = process_stats(options.addresses)
     failed: dict[str, str] = {}
     for addr, answer in answers.items():
-        if isinstance(answer, NotAuthorizedError):
-            failed[addr] = f"{answer}{_token_hint(options.token_file)}"
-        elif isinstance(answer, TransferError):
+        if isinstance(answer, NotAuthorizedError) and "wants the token" in str(answer):
+            failed[addr] = f"{addr} wants the token of its server: {_token_hint(options.token_file)}"
+        elif isinstance(answer, (NotAuthorizedError, TransferError)):
             failed[addr] = str(answer)
         elif isinstance(answer, Exception):
             raise answer
@@ -120,8 +120,8 @@ def _read_token(path: Path) -> str:
 def _token_hint(path: Path | None) -> str:
     """The advice for a process that wants another token, or one at all."""
     if path is None:
-        return ": put it into a file, and give that with --token-file"
-    return f", and the one in {path} (--token-file) is another"
+        return "pass --token-file FILE, a file whose first line is the token"
+    return f"the one in {path} (--token-file) is another"
 
 
 def _row(addr: str, stats: dict[str, Any]) -> tuple[str, ...]:

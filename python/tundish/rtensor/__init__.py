@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     )
     from tundish.rtensor.monitoring import process_stats
     from tundish.rtensor.server import Server, trust
+    from tundish.rtensor.steps import Step
     from tundish.rtensor.tensor_store import (
-        Step,
         TensorStore,
         clear_fetch_buffer,
         clear_node,
@@ -87,8 +87,8 @@ else:
                 "Server",
                 "trust",
             ),
+            "tundish.rtensor.steps": ("Step",),
             "tundish.rtensor.tensor_store": (
-                "Step",
                 "TensorStore",
                 "clear_fetch_buffer",
                 "clear_node",

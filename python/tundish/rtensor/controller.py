@@ -10,27 +10,20 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 from tundish._native import RTensor, shard_ids
-from tundish.daemon_thread import DaemonThread
 from tundish.distributed import voter_of
 from tundish.errors import (
-    DrainError,
     InvalidInputError,
     InvalidTypeError,
     ShardGoneError,
-    TransferError,
-    format_count,
     format_list,
     format_type,
 )
@@ -38,15 +31,24 @@ from tundish.rtensor.backends import LOCAL_ADDRESS
 from tundish.rtensor.handles import by_owner, handles_of, required_handles
 from tundish.rtensor.monitoring import entries_left, integer_in, warn_of_escaped
 from tundish.rtensor.server import split_address, trust_workers
-from tundish.rtensor.tensor_store import Step, TensorStore, default_store
-from tundish.rtensor.workers import HttpRequest, NoAnswerError, Worker, WorkerConnections, as_worker
+from tundish.rtensor.steps import Step, StepKey, checked_number
+from tundish.rtensor.tensor_store import TensorStore, default_store
+from tundish.rtensor.workers import (
+    HttpRequest,
+    PendingRequests,
+    ServerlessDrains,
+    Worker,
+    WorkerConnections,
+    WorkerRequest,
+    as_worker,
+    failures_of,
+    raise_failures,
+)
 from tundish.timeouts import check_seconds
 
-_log = logging.getLogger("tundish.rtensor")
 # Owners notice the end of a connection, and with it of the claims made on it, within this time.
 _NOTICE_SECONDS = 1.0
 _RETRY_SECONDS = 0.02
-_SHOWN_FAILURES = 4
 
 
 class Drained(NamedTuple):
@@ -71,7 +73,7 @@ class OpenStep(NamedTuple):
     """A step that has begun.
 
     Attributes:
-        number: its number.
+        key: identifies it.
         handles: the handles that it claims.
         owners: the ids of their shards, by owner.
         kept: shards that `keep` carries over, by owner and id.
@@ -79,7 +81,7 @@ class OpenStep(NamedTuple):
         connections: the number of the connection to each worker.
     """
 
-    number: int
+    key: StepKey
     handles: list[RTensor]
     owners: dict[str, list[str]]
     kept: set[tuple[str, str]]
@@ -213,7 +215,7 @@ class Controller:
             self._connections.keep_only(by_address.keys())
             self._requests.keep_only(by_address.keys())
             if self._step is not None:
-                begin = HttpRequest("POST", f"/step/{self._step.number}/begin")
+                begin = HttpRequest("POST", f"{self._step.key.path}/begin")
                 self._requests.send(
                     (worker, begin) for worker in self._serving_workers() if worker.addr not in known
                 )
@@ -266,16 +268,20 @@ class Controller:
             )
 
     @contextlib.contextmanager
-    def step(self, claim: Any = None) -> Iterator[Step]:
+    def step(self, claim: Any = None, *, number: int | None = None) -> Iterator[Step]:
         """A step: when the block ends, what any worker fetched in it is dropped, and the shards of `claim` removed.
 
         Shards that no step claims stay. Fetches between two steps belong to the later one.
 
         Args:
             claim: nested containers of the handles that this step consumes.
+            number: your own number of the step, for messages and `/stats` of all workers: 0 to 2**53 - 1. Numbers may
+                repeat. None shows the time of its begin in microseconds.
 
         Raises:
-            InvalidInputError: `claim` has tensors and no handles, or this controller is in a step already.
+            InvalidInputError: `claim` has tensors and no handles, this controller is in a step already, or `number` is
+                out of range.
+            InvalidTypeError: `number` is no integer.
             ShardGoneError: a claimed shard does not exist, or another step claims it. All shards stay.
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
 
@@ -284,20 +290,21 @@ class Controller:
             >>> import tundish as td
             >>> with td.rtensor.serve(), td.rtensor.Controller([]) as controller:
             ...     batch = td.rtensor.remotize({"rewards": torch.ones(8)})
-            ...     with controller.step(claim=batch):
+            ...     with controller.step(claim=batch, number=120):
             ...         td.rtensor.localize(batch)["rewards"].sum()
             tensor(8.)
         """
         self._check_open()
+        own_number = checked_number(number)
         handles = required_handles(claim, "claim")
         owners = self._owners_of(handles)
         if self._step is not None:
-            raise InvalidInputError(f"this controller is in step {self._step.number}: end that one first")
+            raise InvalidInputError(f"this controller is in step {self._step.key.number}: end that one first")
         with self._closed_if_interrupted():
             self._requests.repeat_failed()
-            step = self._begin(handles, owners)
+            step = self._begin(handles, owners, own_number)
             try:
-                yield Step(step.number)
+                yield Step(step.key.number)
             except (Exception, SystemExit, GeneratorExit):
                 self._end(step)
                 raise
@@ -410,36 +417,38 @@ class Controller:
         if self._closed is not None:
             raise InvalidInputError(f"this controller is closed ({self._closed}): make another one")
 
-    def _begin(self, handles: list[RTensor], owners: dict[str, list[str]]) -> OpenStep:
+    def _begin(
+        self, handles: list[RTensor], owners: dict[str, list[str]], own_number: int | None
+    ) -> OpenStep:
         """Begin a step on every worker and claim its shards, or give everything up."""
-        number = self._store.next_step_number()
+        key = self._store.steps.new_key(own_number)
         try:
             server = self._store.server
             if server is None or server.addr not in self._workers:
-                self._store.shards.begin_step(number, self._claimant)
-            begin = HttpRequest("POST", f"/step/{number}/begin")
+                self._store.shards.begin_step(key.id, self._claimant, own_number)
+            begin = HttpRequest("POST", f"{key.path}/begin")
             answers = self._requests.send((worker, begin) for worker in self._serving_workers())
-            raise_failures(f"did not begin step {number}", answers)
-            claim_answers = self._claim(number, owners)
+            raise_failures(f"did not begin step {key.number}", answers)
+            claim_answers = self._claim(key, owners)
         except Exception:
             self._release_claims()
             raise
         kept_earlier = {
             shard_id for answer in claim_answers.values() for shard_id in names_in(answer, "kept_shard_ids")
         }
-        self._step = OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
+        self._step = OpenStep(key, handles, owners, set(), kept_earlier, self._connections.numbers())
         return self._step
 
-    def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
+    def _claim(self, key: StepKey, owners: dict[str, list[str]]) -> dict[Worker, Any]:
         """Claim shards; wait a moment for owners that have not noticed the end of an earlier controller."""
         requests = [
-            (self._worker_at(owner), HttpRequest("POST", f"/step/{number}/claim", ids))
+            (self._worker_at(owner), HttpRequest("POST", f"{key.path}/claim", ids))
             for owner, ids in owners.items()
         ]
         deadline = time.monotonic() + _NOTICE_SECONDS
         while True:
             answers = self._requests.send(requests)
-            raise_failures(f"did not claim shards for step {number}", answers)
+            raise_failures(f"did not claim shards for step {key.number}", answers)
             is_taken = any(names_in(answer, "taken_shard_ids") for answer in answers.values())
             if not is_taken or time.monotonic() > deadline:
                 break
@@ -460,10 +469,10 @@ class Controller:
         ids = [shard_id for some in ending.values() for shard_id in some]
         by_name = sorted(step.kept_by_some - {shard_id for _, shard_id in step.kept})
         consumers = [worker for worker in self._workers.values() if worker.addr not in ending]
-        end = HttpRequest("POST", f"/step/{step.number}/end")
+        end = HttpRequest("POST", f"{step.key.path}/end")
         send = self._requests.send_until_done
         self._store.shards.clear_buffer([*ids, *by_name])
-        self._store.shards.end_step(step.number)
+        self._store.shards.end_step(step.key.id, step.key.own_number)
         counts = send(WorkerRequest(worker, end, ids) for worker in consumers)
         counts |= send(WorkerRequest(self._worker_at(owner), end, ids) for owner in ending)
         answers = dict(counts)
@@ -483,7 +492,7 @@ class Controller:
         answers |= send(unclaimed, after=answers)
         for worker, step_counts in counts.items():
             if isinstance(step_counts, dict):
-                warn_of_escaped(str(worker), step.number, step_counts)
+                warn_of_escaped(str(worker), step.key.number, step_counts)
         self._entries_left(failures_of(answers), is_step_over=True)
         ended = set(ids)
         for handle in step.handles:
@@ -528,139 +537,8 @@ class Controller:
                 yield WorkerRequest(worker, HttpRequest("DELETE", "/data/clear", ids), ids)
 
 
-class WorkerRequest(NamedTuple):
-    """A request to one worker; one without a server has its drain function called with `shard_ids` instead."""
-
-    worker: Worker
-    request: HttpRequest
-    shard_ids: list[str]
-
-
-class PendingRequests:
-    """Requests of one controller to its workers.
-
-    Invariants:
-        Failed requests are repeated in the order in which their batches were sent, one batch after the other: so
-        consumers are drained before owners.
-    """
-
-    def __init__(self, connections: WorkerConnections, serverless_drains: ServerlessDrains) -> None:
-        self._connections = connections
-        self._serverless_drains = serverless_drains
-        self._failed: list[list[WorkerRequest]] = []
-
-    def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:
-        """Send requests to all workers at once; return the answer or the failure of each."""
-        asked = list(requests)
-        return dict(zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True))
-
-    def send_until_done(
-        self, requests: Iterable[WorkerRequest], *, after: Mapping[Worker, Any] | None = None
-    ) -> dict[Worker, Any]:
-        """Send as `send` does, and call drain functions. A failure is logged, and repeated by `repeat_failed`.
-
-        Args:
-            requests: the requests.
-            after: answers of the same drain. Workers that gave none are not waited for again, and have failed.
-        """
-        batch = list(requests)
-        answers: dict[Worker, Any] = {
-            request.worker: TransferError(f"{request.worker} was not asked: it gave no answer before")
-            for request in batch
-            if isinstance((after or {}).get(request.worker), NoAnswerError)
-        }
-        asked = [request for request in batch if request.worker not in answers]
-        answers |= self.send(
-            (request.worker, request.request) for request in asked if request.worker.drain is None
-        )
-        answers |= self._serverless_drains.call(
-            (request.worker, request.shard_ids) for request in asked if request.worker.drain is not None
-        )
-        failures = failures_of(answers)
-        for failure in failures.values():
-            _log.warning("a worker could not be drained, which is tried again: %s", failure)
-        failed = [request for request in batch if request.worker in failures]
-        if failed:
-            self._failed.append(failed)
-        return answers
-
-    def repeat_failed(self) -> None:
-        """Repeat all requests that failed.
-
-        Raises:
-            DrainError: some failed again. They stay pending.
-        """
-        failed, self._failed = self._failed, []
-        answers: dict[Worker, Any] = {}
-        for batch in failed:
-            answers |= failures_of(self.send_until_done(batch, after=answers))
-        raise_failures(
-            "could not be drained twice in a row (leave out with update() those that are gone)", answers
-        )
-
-    def keep_only(self, addresses: Set[str]) -> None:
-        """Drop pending requests to other addresses."""
-        kept = [[request for request in batch if request.worker.addr in addresses] for batch in self._failed]
-        self._failed = [batch for batch in kept if batch]
-
-
-class ServerlessDrains:
-    """Calls drain functions, each on a daemon thread of its own.
-
-    A function that exceeds the timeout has failed, though its thread goes on; it is not called again before it ends.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._running: dict[Worker, Future[object]] = {}
-
-    def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
-        """Call all functions at once; return `{}` or the failure of each."""
-        answers: dict[Worker, dict[str, Any] | Exception] = {}
-        begun: dict[Worker, Future[object]] = {}
-        ids_of = dict(calls)
-        wait([self._running[worker] for worker in ids_of if worker in self._running], self._timeout)
-        for worker, ids in ids_of.items():
-            if worker in self._running and not self._running[worker].done():
-                answers[worker] = TransferError(f"{worker} fails: an earlier call of its drain still runs")
-            elif worker.drain is not None:
-                thread = DaemonThread("tundish-rtensor-drain")
-                begun[worker] = self._running[worker] = thread.submit(functools.partial(worker.drain, ids))
-        wait(begun.values(), self._timeout)
-        for worker, future in begun.items():
-            answers[worker] = self._answer(worker, future)
-        return answers
-
-    def _answer(self, worker: Worker, future: Future[object]) -> dict[str, Any] | Exception:
-        if not future.done():
-            return TransferError(
-                f"{worker} fails: its drain function has not ended within {self._timeout:g} s"
-            )
-        error = future.exception()
-        if error is None:
-            return {}
-        failure = TransferError(f"{worker} fails: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return failure
-
-
 def _joined(values: list[str]) -> str:
     return f"[{','.join(values)}]"
-
-
-def raise_failures(what: str, answers: Mapping[Worker, Any]) -> None:
-    """Raise `DrainError` with all failures among `answers`, if there are any."""
-    failed = failures_of(answers)
-    if not failed:
-        return
-    shown = "; ".join(str(error) for error in list(failed.values())[:_SHOWN_FAILURES])
-    more = f"; and {len(failed) - _SHOWN_FAILURES} more" if len(failed) > _SHOWN_FAILURES else ""
-    message = f"{format_count(len(failed), 'worker')} {what}: {shown}{more}"
-    raise DrainError(message, tuple(failed)) from next(iter(failed.values()))
-
-
-def failures_of(answers: Mapping[Worker, Any]) -> dict[Worker, Exception]:
-    return {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}
 
 
 def check_claim_answers(answers: Mapping[Worker, Any]) -> None:

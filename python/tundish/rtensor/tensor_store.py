@@ -3,7 +3,6 @@
 The functions of `td.rtensor` that store, fetch, serve or drain are the methods of one instance, the default store.
 
 Invariants:
-    When a step ends, however it ends, all that was fetched in it is dropped.
     A child made by `fork` starts with empty stores: they serve nothing, are in no step, and use the default backend.
 """
 
@@ -13,36 +12,30 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Self
 
 from torch import Tensor
 
 from tundish import tree
-from tundish._native import RTensor, ShardStore, shard_ids
+from tundish._native import RTensor, ShardStore
 from tundish.distributed import voter_of
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
-    ShardGoneError,
-    format_list,
     format_type,
 )
 from tundish.rtensor.backends import LOCAL_ADDRESS, Backend, HttpBackend, Removed
 from tundish.rtensor.dense_tensors import dense, distinct_tensors, output_buffers
-from tundish.rtensor.group_drain import drain_group
 from tundish.rtensor.handles import (
-    by_owner,
     check_shard_id,
     check_shard_ids,
     replace_handles,
-    required_handles,
 )
-from tundish.rtensor.monitoring import entries_left, warn_of_escaped, warn_of_fetches_without_step
+from tundish.rtensor.monitoring import warn_of_fetches_without_step
 from tundish.rtensor.server import (
     LOOPBACK,
     Server,
@@ -53,24 +46,14 @@ from tundish.rtensor.server import (
     start_server,
     trust,
 )
+from tundish.rtensor.steps import Step, StoreSteps
 from tundish.timeouts import check_seconds
 from tundish.tree import Refusal, find_all
 
-_HERE: Final = "this process"
 # Seconds, of calls that store or fetch.
 DEFAULT_TIMEOUT: Final = 60.0
 # A job may fetch for long before its first step.
 _SECONDS_WITHOUT_STEP = 60.0
-
-
-class Step(NamedTuple):
-    """A step under way.
-
-    Attributes:
-        number: identifies the step in messages and in `/stats`; later steps have larger numbers.
-    """
-
-    number: int
 
 
 class TensorStore:
@@ -82,7 +65,7 @@ class TensorStore:
     Attributes:
         shards: the shards that it stores and those that it fetched.
         backend: where it stores tensors, and how it fetches them.
-        kept: ids of shards of other owners that are kept beyond the end of a step.
+        steps: its steps.
 
     Example:
         >>> import torch
@@ -106,12 +89,7 @@ class TensorStore:
         # Whether a call that stores or fetches started the server, and nobody called `serve`.
         self._serves_implicitly = False
         self.set_backend(None)
-        # Identifies the claims of its own steps.
-        self._claimant = secrets.randbits(63)
-        # The number of the last step that began here or on a controller of this store.
-        self._last_step = 0
-        self._in_step = False
-        self.kept: set[str] = set()
+        self.steps = StoreSteps(self.shards, self.own_addresses)
         # When to check whether any step ever began (`time.monotonic`); None before the first fetch.
         self._step_check_due: float | None = None
 
@@ -137,12 +115,6 @@ class TensorStore:
         """The server of this store, while it serves."""
         server = self._server
         return None if server is None or server.is_closed else server
-
-    def next_step_number(self) -> int:
-        """The number of a new step: the time in microseconds, so that steps of several controllers differ and grow."""
-        with self._lock:
-            self._last_step = max(self._last_step + 1, time.time_ns() // 1000)
-            return self._last_step
 
     def own_addresses(self) -> set[str]:
         """The addresses by which handles name this store."""
@@ -441,51 +413,36 @@ class TensorStore:
             check_shard_ids(ids, "clear_fetch_buffer")
         return self.shards.clear_buffer(ids)
 
-    @contextlib.contextmanager
-    def step(self, claim: Any = None) -> Iterator[Step]:
+    def step(
+        self, claim: Any = None, *, number: int | None = None
+    ) -> contextlib.AbstractContextManager[Step]:
         """A step of this store: when the block ends, all that was fetched in it is dropped, and `claim` is removed.
 
         Fetches between two steps belong to the later one.
 
         Args:
             claim: nested containers of handles of shards that this store stores. Other shards stay.
+            number: your own number of the step, for messages and `/stats`: 0 to 2**53 - 1. Numbers may repeat. None
+                shows the time of its begin in microseconds.
 
         Raises:
             ShardGoneError: a claimed shard does not exist here, or another step claims it. Nothing is drained then. A
                 `Controller` claims shards of other processes.
-            InvalidInputError: this store is in a step already, or `claim` has tensors or ids and no handles.
+            InvalidInputError: this store is in a step already, `claim` has tensors or ids and no handles, or
+                `number` is out of range.
+            InvalidTypeError: `number` is no integer.
 
         Example:
             >>> import torch
             >>> import tundish as td
             >>> batch = td.rtensor.remotize({"rewards": torch.ones(8)})
-            >>> with td.rtensor.step(claim=batch):
+            >>> with td.rtensor.step(claim=batch, number=120):
             ...     td.rtensor.localize(batch)["rewards"].sum()
             tensor(8.)
             >>> td.rtensor.storage_stats()["num_tensors"]
             0
         """
-        ids = shard_ids(required_handles(claim, "claim"))
-        with self._lock:
-            if self._in_step:
-                raise InvalidInputError("this store is in a step already: end that one first")
-            self._in_step = True
-        try:
-            number = self._next_number()
-            try:
-                if ids:
-                    self._claim(number, ids)
-                self.shards.begin_step(number, self._claimant)
-            except BaseException:
-                self.shards.release_claimant(self._claimant)
-                raise
-            try:
-                yield Step(number)
-            finally:
-                self.shards.clear_buffer(ids)
-                self._end(number)
-        finally:
-            self._in_step = False
+        return self.steps.step(claim, number)
 
     def keep(self, obj: Any) -> int:
         """Carry over the shards of handles in `obj`: they, and what this store fetched of them, outlive the step.
@@ -512,15 +469,9 @@ class TensorStore:
             >>> td.rtensor.localize(batch)["rewards"].sum()
             tensor(8.)
         """
-        handles = required_handles(obj, "obj")
-        here = self.own_addresses()
-        others = {
-            shard_id for owner, ids in by_owner(handles).items() if owner not in here for shard_id in ids
-        }
-        self.kept |= others
-        return self.shards.keep(shard_ids(handles))
+        return self.steps.keep(obj)
 
-    def drain(self, group: Any = None, *, claim: Any = None) -> None:
+    def drain(self, group: Any = None, *, claim: Any = None, number: int | None = None) -> None:
         """Collective: all ranks end their step, drop what they fetched in it, and begin the next one.
 
         For jobs without a controller: call it once a step on every rank. Fetches before the first call belong to the
@@ -530,6 +481,7 @@ class TensorStore:
             group: the process group; None is all ranks.
             claim: nested containers of handles, of any owner. The owners remove these shards when every rank has
                 dropped what it fetched or kept of them.
+            number: your own number of the step that ends, for messages; see `step`.
 
         Raises:
             PeerFailedError: another rank failed; raised on all ranks.
@@ -545,7 +497,7 @@ class TensorStore:
             ...     td.rtensor.storage_stats()["num_tensors"], rewards.sum()
             (0, tensor(8.))
         """
-        drain_group(self, voter_of(group), claim)
+        self.steps.drain(voter_of(group), claim, number)
 
     def stats(self) -> dict[str, int | float]:
         """Count what this store stores and has fetched.
@@ -635,42 +587,6 @@ class TensorStore:
         if now >= self._step_check_due:
             self._step_check_due = math.inf
             warn_of_fetches_without_step(json.loads(self.shards.stats()))
-
-    def drop_fetched(self, claims: list[str]) -> None:
-        """Drop all that was fetched since the last step, and what was fetched of `claims` at any time."""
-        if self._in_step:
-            raise InvalidInputError(
-                "drain ends the step of all ranks, and this one is in a step() of its own"
-            )
-        number = self._next_number()
-        self.shards.begin_step(number, self._claimant)
-        self.shards.clear_buffer(claims)
-        self._end(number)
-
-    def drop_kept(self, shard_ids: Set[str]) -> None:
-        """Drop what is kept of these shards of other owners."""
-        self.shards.clear_buffer(list(shard_ids & self.kept))
-        self.kept -= shard_ids
-
-    def _next_number(self) -> int:
-        # A step whose end was interrupted may be open still.
-        self.shards.release_claimant(self._claimant)
-        return self.next_step_number()
-
-    def _claim(self, number: int, ids: list[str]) -> None:
-        _, missing, taken = self.shards.claim(number, self._claimant, ids)
-        if missing or taken:
-            raise ShardGoneError(
-                "this store does not hold these shards, or another step claims them: "
-                f"{format_list([*missing, *taken])}; use a Controller to claim shards of other processes"
-            )
-
-    def _end(self, number: int) -> None:
-        warn_of_escaped(_HERE, number, json.loads(self.shards.end_step(number)))
-        left = json.loads(self.shards.stats())["buffer"]
-        if not left["kept_entries"]:
-            self.kept.clear()
-        entries_left(_HERE, left, is_step_over=True)
 
 
 def _begin_anew_in_child() -> None:

@@ -1,5 +1,7 @@
 """Workers of a controller, and the requests to them, over one connection each. Does not import torch.
 
+`PendingRequests` repeats requests that failed, and `ServerlessDrains` calls the functions of workers without a server.
+
 Invariants:
     A connection stays open as long as its `WorkerConnections`: a worker gives up what was claimed on it when it ends.
     A token goes only to the addresses that this process trusts with it, not to others that handles name.
@@ -7,22 +9,29 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from tundish._native import WorkerClient
+from tundish.daemon_thread import DaemonThread
 from tundish.errors import (
+    DrainError,
     InvalidInputError,
     InvalidTypeError,
     NotAuthorizedError,
     TimedOutError,
     TransferError,
+    format_count,
     format_type,
 )
 from tundish.rtensor.server import Trust, split_address, trusted
+
+_log = logging.getLogger("tundish.rtensor")
 
 # Ids in one request, the most that a worker takes.
 _MOST_IDS = 1 << 16
@@ -36,6 +45,7 @@ _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _LONGEST_REASON = 1000
 _LONGEST_SHOWN = 100
+_SHOWN_FAILURES = 4
 
 
 class Worker(NamedTuple):
@@ -184,12 +194,11 @@ class WorkerConnections:
                 raise NoAnswerError(
                     f"{worker} does not answer ({request.method} {request.path}): {error}"
                 ) from error
-            if status in (_UNAUTHORIZED, _FORBIDDEN):
-                none = (
-                    "; this process was given none to send there: call trust" if trust.token is None else ""
-                )
+            if status == _UNAUTHORIZED:
+                ours = "none for it" if trust.token is None else "another one for it"
                 raise NotAuthorizedError(
-                    f"{worker} refuses {request.method} {request.path}: it wants the token of its server{none}"
+                    f"{worker} wants the token of its server, and this process has {ours}: call "
+                    f"trust({worker.addr!r}, token=…)"
                 )
             answers.append(_decode(worker, request, status, text))
         return _merge(answers)
@@ -212,7 +221,8 @@ def _decode(worker: Worker, request: HttpRequest, status: int, text: bytes) -> d
         answer = None
     if status >= _BAD_REQUEST:
         reason = answer.get("message", "") if isinstance(answer, dict) else text.decode(errors="replace")
-        raise TransferError(
+        kind = NotAuthorizedError if status == _FORBIDDEN else TransferError
+        raise kind(
             f"{worker} refuses {request.method} {request.path} ({status}): {str(reason)[:_LONGEST_REASON]}"
         )
     if status != _OK or not isinstance(answer, dict) or not answer:
@@ -223,3 +233,134 @@ def _decode(worker: Worker, request: HttpRequest, status: int, text: bytes) -> d
             "process of tundish"
         )
     return answer
+
+
+class WorkerRequest(NamedTuple):
+    """A request to one worker; one without a server has its drain function called with `shard_ids` instead."""
+
+    worker: Worker
+    request: HttpRequest
+    shard_ids: list[str]
+
+
+class PendingRequests:
+    """Requests of one controller to its workers.
+
+    Invariants:
+        Failed requests are repeated in the order in which their batches were sent, one batch after the other: so
+        consumers are drained before owners.
+    """
+
+    def __init__(self, connections: WorkerConnections, serverless_drains: ServerlessDrains) -> None:
+        self._connections = connections
+        self._serverless_drains = serverless_drains
+        self._failed: list[list[WorkerRequest]] = []
+
+    def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:
+        """Send requests to all workers at once; return the answer or the failure of each."""
+        asked = list(requests)
+        return dict(zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True))
+
+    def send_until_done(
+        self, requests: Iterable[WorkerRequest], *, after: Mapping[Worker, Any] | None = None
+    ) -> dict[Worker, Any]:
+        """Send as `send` does, and call drain functions. A failure is logged, and repeated by `repeat_failed`.
+
+        Args:
+            requests: the requests.
+            after: answers of the same drain. Workers that gave none are not waited for again, and have failed.
+        """
+        batch = list(requests)
+        answers: dict[Worker, Any] = {
+            request.worker: TransferError(f"{request.worker} was not asked: it gave no answer before")
+            for request in batch
+            if isinstance((after or {}).get(request.worker), NoAnswerError)
+        }
+        asked = [request for request in batch if request.worker not in answers]
+        answers |= self.send(
+            (request.worker, request.request) for request in asked if request.worker.drain is None
+        )
+        answers |= self._serverless_drains.call(
+            (request.worker, request.shard_ids) for request in asked if request.worker.drain is not None
+        )
+        failures = failures_of(answers)
+        for failure in failures.values():
+            _log.warning("a worker could not be drained, which is tried again: %s", failure)
+        failed = [request for request in batch if request.worker in failures]
+        if failed:
+            self._failed.append(failed)
+        return answers
+
+    def repeat_failed(self) -> None:
+        """Repeat all requests that failed.
+
+        Raises:
+            DrainError: some failed again. They stay pending.
+        """
+        failed, self._failed = self._failed, []
+        answers: dict[Worker, Any] = {}
+        for batch in failed:
+            answers |= failures_of(self.send_until_done(batch, after=answers))
+        raise_failures(
+            "could not be drained twice in a row (leave out with update() those that are gone)", answers
+        )
+
+    def keep_only(self, addresses: Set[str]) -> None:
+        """Drop pending requests to other addresses."""
+        kept = [[request for request in batch if request.worker.addr in addresses] for batch in self._failed]
+        self._failed = [batch for batch in kept if batch]
+
+
+class ServerlessDrains:
+    """Calls drain functions, each on a daemon thread of its own.
+
+    A function that exceeds the timeout has failed, though its thread goes on; it is not called again before it ends.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._running: dict[Worker, Future[object]] = {}
+
+    def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
+        """Call all functions at once; return `{}` or the failure of each."""
+        answers: dict[Worker, dict[str, Any] | Exception] = {}
+        begun: dict[Worker, Future[object]] = {}
+        ids_of = dict(calls)
+        wait([self._running[worker] for worker in ids_of if worker in self._running], self._timeout)
+        for worker, ids in ids_of.items():
+            if worker in self._running and not self._running[worker].done():
+                answers[worker] = TransferError(f"{worker} fails: an earlier call of its drain still runs")
+            elif worker.drain is not None:
+                thread = DaemonThread("tundish-rtensor-drain")
+                begun[worker] = self._running[worker] = thread.submit(functools.partial(worker.drain, ids))
+        wait(begun.values(), self._timeout)
+        for worker, future in begun.items():
+            answers[worker] = self._answer(worker, future)
+        return answers
+
+    def _answer(self, worker: Worker, future: Future[object]) -> dict[str, Any] | Exception:
+        if not future.done():
+            return TransferError(
+                f"{worker} fails: its drain function has not ended within {self._timeout:g} s"
+            )
+        error = future.exception()
+        if error is None:
+            return {}
+        failure = TransferError(f"{worker} fails: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+
+def raise_failures(what: str, answers: Mapping[Worker, Any]) -> None:
+    """Raise `DrainError` with all failures among `answers`, if there are any."""
+    failed = failures_of(answers)
+    if not failed:
+        return
+    shown = "; ".join(str(error) for error in list(failed.values())[:_SHOWN_FAILURES])
+    more = f"; and {len(failed) - _SHOWN_FAILURES} more" if len(failed) > _SHOWN_FAILURES else ""
+    message = f"{format_count(len(failed), 'worker')} {what}: {shown}{more}"
+    raise DrainError(message, tuple(failed)) from next(iter(failed.values()))
+
+
+def failures_of(answers: Mapping[Worker, Any]) -> dict[Worker, Exception]:
+    return {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}

@@ -100,7 +100,7 @@ pub enum StoreError {
         reason: String,
     },
     /// The owner of a shard does not answer.
-    #[error("cannot fetch shard {id} from {owner}: {reason}; does that process still run and serve?")]
+    #[error("cannot fetch shard {id} from {owner}: {reason}")]
     Unreachable {
         /// The first shard that was asked for.
         id: ShardId,
@@ -110,7 +110,7 @@ pub enum StoreError {
         reason: String,
     },
     /// A process does not answer.
-    #[error("cannot reach {owner}: {reason}; does that process still run and serve?")]
+    #[error("cannot reach {owner}: {reason}")]
     Unanswered {
         /// The owner.
         owner: Arc<str>,

@@ -24,6 +24,7 @@ mod memory;
 mod selection;
 mod shard_id;
 mod stats;
+mod step;
 mod tensor_meta;
 mod tensor_store;
 mod time_limit;
@@ -39,12 +40,10 @@ pub use shard_id::{InvalidShardId, ShardId};
 pub use stats::{
     BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Number, Removed, Stats, StepStats, StorageStats, Value,
 };
+pub use step::Step;
 pub use tensor_meta::{Dtype, Shape, TensorMeta};
 pub use tensor_store::TensorStore;
 pub use time_limit::{CheckCancelled, TimeLimit};
-
-/// The number of a step, given by its controller. Numbers are only compared for equality.
-pub type Step = u64;
 
 /// Begins steps and claims shards. Its claims hold as long as it lives.
 pub type Claimant = u64;

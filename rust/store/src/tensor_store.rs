@@ -173,7 +173,8 @@ impl TensorStore {
     }
 
     /// The counts of a step; `None` if it never began here, or ended too long ago.
-    pub fn step_stats(&self, step: Step) -> Option<StepStats> {
+    pub fn step_stats(&self, step: impl Into<Step>) -> Option<StepStats> {
+        let step = step.into();
         let mut step_stats = StepStats { step, ..StepStats::default() };
         let stored = self.storage.lock().by_step.step_status(step);
         let fetched = self.buffer.lock().by_step.step_status(step);
@@ -329,20 +330,26 @@ impl TensorStore {
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where it has ended already, [`StoreError::StepTaken`] where it is another claimant's.
-    pub fn begin_step(&self, step: Step, claimant: Claimant) -> Result<(), StoreError> {
-        self.buffer.begin(step, claimant)
+    pub fn begin_step(&self, step: impl Into<Step>, claimant: Claimant) -> Result<(), StoreError> {
+        self.buffer.begin(step.into(), claimant)
     }
 
     /// Claims stored shards for a step, with which they end.
     ///
     /// # Errors
     /// As of [`begin_step`](TensorStore::begin_step).
-    pub fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
-        self.storage.claim(step, claimant, ids)
+    pub fn claim(
+        &self,
+        step: impl Into<Step>,
+        claimant: Claimant,
+        ids: &[ShardId],
+    ) -> Result<Claimed, StoreError> {
+        self.storage.claim(step.into(), claimant, ids)
     }
 
     /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the counts.
-    pub fn end_step(&self, step: Step) -> StepStats {
+    pub fn end_step(&self, step: impl Into<Step>) -> StepStats {
+        let step = step.into();
         drop(self.storage.end(step));
         drop(self.buffer.end(step));
         self.step_stats(step).unwrap_or(StepStats { step, has_ended: true, ..StepStats::default() })

@@ -8,8 +8,13 @@ import pytest
 
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Worker
-from tundish.rtensor.controller import PendingRequests, ServerlessDrains, WorkerRequest
-from tundish.rtensor.workers import HttpRequest, NoAnswerError
+from tundish.rtensor.workers import (
+    HttpRequest,
+    NoAnswerError,
+    PendingRequests,
+    ServerlessDrains,
+    WorkerRequest,
+)
 
 
 class FakeConnections:

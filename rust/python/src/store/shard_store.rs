@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::{
-    Limits, Number, Removed, Selection, ShardId, ShardRows, StoreError, TensorMeta, TensorStore, TensorToStore,
+    Limits, Number, Removed, Selection, ShardId, ShardRows, Step, StoreError, TensorMeta, TensorStore, TensorToStore,
     TimeLimit, Value, Wanted,
 };
 
@@ -181,20 +181,25 @@ impl ShardStore {
         Ok(py.detach(|| self.store.clear_buffer(ids.as_deref())))
     }
 
-    /// Begins a step: later fetches belong to it.
-    fn begin_step(&self, py: Python<'_>, step: u64, claimant: u64) -> PyResult<()> {
+    /// Begins a step: later fetches belong to it. Messages show its `number`, or its id without one.
+    #[pyo3(signature = (step_id, claimant, number=None))]
+    fn begin_step(&self, py: Python<'_>, step_id: u64, claimant: u64, number: Option<u64>) -> PyResult<()> {
+        let step = Step { id: step_id, number };
         enter(py, None, move |_| Ok(self.store.begin_step(step, claimant)?))
     }
 
     /// Claims shards for a step. Returns their bytes, the missing ones, and those of other steps.
+    #[pyo3(signature = (step_id, claimant, shard_ids, number=None))]
     fn claim(
         &self,
         py: Python<'_>,
-        step: u64,
+        step_id: u64,
         claimant: u64,
         shard_ids: &Bound<'_, PyAny>,
+        number: Option<u64>,
     ) -> PyResult<(u64, Vec<String>, Vec<String>)> {
         let ids = ids_of(shard_ids)?;
+        let step = Step { id: step_id, number };
         let claimed = enter(py, None, move |_| Ok(self.store.claim(step, claimant, &ids)?))?;
         let names = |ids: &[ShardId]| ids.iter().map(ShardId::to_string).collect();
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
@@ -206,8 +211,9 @@ impl ShardStore {
     }
 
     /// Ends a step: drops its claimed shards and fetched entries. Returns its counts as JSON.
-    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<String> {
-        as_json(&py.detach(|| self.store.end_step(step)))
+    #[pyo3(signature = (step_id, number=None))]
+    fn end_step(&self, py: Python<'_>, step_id: u64, number: Option<u64>) -> PyResult<String> {
+        as_json(&py.detach(|| self.store.end_step(Step { id: step_id, number })))
     }
 
     /// Keeps shards and fetched entries beyond their step. Returns their number.

@@ -206,7 +206,7 @@ impl<V> EntriesByStep<V> {
     pub(crate) fn steps(&self) -> (Vec<Step>, Vec<Step>) {
         let mut open: Vec<_> =
             self.iter().filter_map(|(step, step_entries)| Some((step_entries.token, step?))).collect();
-        open.sort_unstable();
+        open.sort_unstable_by_key(|(token, _)| *token);
         let ended = self.ended.iter().skip(self.ended.len().saturating_sub(ENDED_IN_STATS)).map(|ended| ended.step);
         (ended.collect(), open.into_iter().map(|(_, step)| step).collect())
     }

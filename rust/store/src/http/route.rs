@@ -7,7 +7,7 @@ use crate::error::StoreError;
 use crate::shard_id::{InvalidShardId, ShardId};
 
 /// The largest number of a step: every reader of JSON represents it exactly.
-const LAST_STEP: Step = (1 << 53) - 1;
+const LAST_STEP: u64 = (1 << 53) - 1;
 
 /// The action of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,11 +24,11 @@ pub enum Route {
     BufferStats,
     /// `POST /keep`
     Keep,
-    /// `POST /step/<number>/begin`
+    /// `POST /step/<step>/begin`; `<step>` is an id, or `<id>:<number>` with the caller's own number.
     Begin(Step),
-    /// `POST /step/<number>/claim`
+    /// `POST /step/<step>/claim`
     Claim(Step),
-    /// `POST /step/<number>/end`
+    /// `POST /step/<step>/end`
     End(Step),
     /// `GET /stats`
     Stats,
@@ -54,9 +54,9 @@ impl Route {
             (["buffer", "clear"], &Method::DELETE) => Route::ClearBuffer,
             (["buffer", "stats"], &Method::GET) => Route::BufferStats,
             (["keep"], &Method::POST) => Route::Keep,
-            (["step", number, "begin"], &Method::POST) => Route::Begin(step_number(number)?),
-            (["step", number, "claim"], &Method::POST) => Route::Claim(step_number(number)?),
-            (["step", number, "end"], &Method::POST) => Route::End(step_number(number)?),
+            (["step", step, "begin"], &Method::POST) => Route::Begin(step_of(step)?),
+            (["step", step, "claim"], &Method::POST) => Route::Claim(step_of(step)?),
+            (["step", step, "end"], &Method::POST) => Route::End(step_of(step)?),
             (["stats"], &Method::GET) => Route::Stats,
             (["metrics"], &Method::GET) => Route::Metrics,
             (["health"], &Method::GET | &Method::HEAD) => Route::Health,
@@ -68,7 +68,12 @@ impl Route {
     }
 }
 
-fn step_number(number: &str) -> Result<Step, Refusal> {
+fn step_of(text: &str) -> Result<Step, Refusal> {
+    let (id, number) = text.split_once(':').map_or((text, None), |(id, number)| (id, Some(number)));
+    Ok(Step { id: step_number(id)?, number: number.map(step_number).transpose()? })
+}
+
+fn step_number(number: &str) -> Result<u64, Refusal> {
     let digits = number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number);
     let step = digits.and_then(|digits| digits.parse().ok()).filter(|step| *step <= LAST_STEP);
     step.ok_or_else(|| Refusal::new(400, format!("a step has a number, from 0 to {LAST_STEP}")))
@@ -150,9 +155,10 @@ mod tests {
             (delete, "/buffer/clear", Route::ClearBuffer),
             (post, "/keep", Route::Keep),
             (get, "/buffer/stats", Route::BufferStats),
-            (post, "/step/9007199254740991/end", Route::End(LAST_STEP)),
-            (post, "/step/0/begin", Route::Begin(0)),
-            (post, "/step/7/claim", Route::Claim(7)),
+            (post, "/step/9007199254740991/end", Route::End(LAST_STEP.into())),
+            (post, "/step/0/begin", Route::Begin(0.into())),
+            (post, "/step/7/claim", Route::Claim(7.into())),
+            (post, "/step/7:120/claim", Route::Claim(7.into())),
             (get, "/stats", Route::Stats),
             (get, "/metrics", Route::Metrics),
             (get, "/health", Route::Health),
@@ -180,6 +186,9 @@ mod tests {
             (get, "/step/1/end", 404),
             (post, "/step/1/flush", 404),
             (post, "/step/-1/end", 400),
+            (post, "/step/1:/end", 400),
+            (post, "/step/1:x/end", 400),
+            (post, "/step/1:2:3/end", 400),
             (post, "/step/+1/end", 400),
             (post, "/step//end", 400),
             (post, "/step/9007199254740992/end", 400),

@@ -24,9 +24,51 @@ fn provider() -> Arc<CryptoProvider> {
 
 /// The certificates in a PEM file: at least one.
 fn certificates_in(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
-    let found: Vec<_> =
-        CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
+    let found: Vec<_> = CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(pem_fault)?;
     if found.is_empty() { Err(format!("the file {}", what_is_in(pem))) } else { Ok(found) }
+}
+
+/// The fault of a PEM file, in words. It shows nothing of the file, which may have a private key.
+fn pem_fault(error: pem::Error) -> String {
+    let fault = match error {
+        pem::Error::MissingSectionEnd { .. } => "its last part has no line \"-----END …-----\"".to_owned(),
+        pem::Error::IllegalSectionStart { .. } => {
+            "a line begins with \"-----BEGIN\" and does not end with \"-----\"".to_owned()
+        }
+        pem::Error::Base64Decode(_) => "the text between the lines BEGIN and END is not base64".to_owned(),
+        other => other.to_string(),
+    };
+    format!("{fault}: copy the file again, whole and line by line")
+}
+
+/// The fault of a server's certificate, in words, and what to do about it.
+pub(super) fn certificate_fault(error: &CertificateError) -> String {
+    let own = "call trust(ADDR, token=…, tls=CERTIFICATE) with the file that it serves with, or with that of the \
+               authority that signed it (--certificate for the command)";
+    match error {
+        CertificateError::UnknownIssuer => {
+            format!("its certificate is none of those to trust, and none of them signed it: {own}")
+        }
+        // webpki's error for a certificate that names itself an authority, as `openssl req -x509` makes them.
+        CertificateError::Other(reason) if reason.to_string() == "CaUsedAsEndEntity" => {
+            format!("its certificate is that of an authority (CA:TRUE), and none of those to trust: {own}")
+        }
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => format!(
+            "{error}: serve with a certificate for this address (subjectAltName), or trust that certificate itself"
+        ),
+        other if is_of_dates(other) => format!("{other}: serve with a certificate that is valid now"),
+        other => format!("its certificate is refused ({other}): serve with another one"),
+    }
+}
+
+fn is_of_dates(error: &CertificateError) -> bool {
+    matches!(
+        error,
+        CertificateError::Expired
+            | CertificateError::ExpiredContext { .. }
+            | CertificateError::NotValidYet
+            | CertificateError::NotValidYetContext { .. }
+    )
 }
 
 /// What a PEM file without the wanted part has instead.
@@ -169,14 +211,7 @@ impl ServerTls {
         // The dates are looked at first: any other error is about trust, which is the client's concern.
         let verified = verifier.authorities.verify_server_cert(first, others, &name, &[], UnixTime::now());
         let Err(Error::InvalidCertificate(error)) = verified else { return None };
-        let is_of_dates = matches!(
-            error,
-            CertificateError::Expired
-                | CertificateError::ExpiredContext { .. }
-                | CertificateError::NotValidYet
-                | CertificateError::NotValidYetContext { .. }
-        );
-        is_of_dates.then(|| error.to_string())
+        is_of_dates(&error).then(|| error.to_string())
     }
 
     pub(super) fn acceptor(&self) -> &TlsAcceptor {
@@ -193,7 +228,7 @@ fn private_key_in(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
     // The error says nothing of the key.
     PrivateKeyDer::from_pem_slice(pem).map_err(|error| match error {
         pem::Error::NoItemsFound => format!("the file {}", what_is_in(pem)),
-        other => other.to_string(),
+        other => pem_fault(other),
     })
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tundish_store::http::WorkerClient;
-use tundish_store::{Claimed, KeptCounts, ShardId, Step, StepStats, StoreError, TimeLimit};
+use tundish_store::{Claimed, KeptCounts, ShardId, StepStats, StoreError, TimeLimit};
 
 /// A connection to a process that the claims made on it live as long as.
 pub struct Controller {
@@ -26,10 +26,10 @@ impl Controller {
         let (status, answer) = self.client.request("POST", path, &body, time_limit)?;
         let answer: Value = serde_json::from_slice(&answer).unwrap();
         if let Some(step) = answer["ended_step"].as_u64() {
-            return Err(StoreError::StepEnded { step });
+            return Err(StoreError::StepEnded { step: step.into() });
         }
         if let Some(step) = answer["taken_step"].as_u64() {
-            return Err(StoreError::StepTaken { step });
+            return Err(StoreError::StepTaken { step: step.into() });
         }
         if status == 200 {
             return Ok(answer);
@@ -38,13 +38,13 @@ impl Controller {
         Err(StoreError::Refused { owner: Arc::clone(&self.owner), status, reason })
     }
 
-    pub fn begin_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+    pub fn begin_step(&mut self, step: u64, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
         self.post(&format!("/step/{step}/begin"), None, time_limit).map(drop)
     }
 
     pub fn claim(
         &mut self,
-        step: Step,
+        step: u64,
         ids: &[ShardId],
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Claimed, StoreError> {
@@ -65,7 +65,7 @@ impl Controller {
         Ok(KeptCounts { shards: count("kept_shards"), entries: count("kept_count") })
     }
 
-    pub fn end_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<StepStats, StoreError> {
+    pub fn end_step(&mut self, step: u64, time_limit: &mut TimeLimit<'_>) -> Result<StepStats, StoreError> {
         let answer = self.post(&format!("/step/{step}/end"), None, time_limit)?;
         Ok(serde_json::from_value(answer).unwrap())
     }

@@ -41,9 +41,9 @@ fn a_step_ends_with_its_claims_and_fetches() {
         assert_eq!(consumer.store.stats().buffer.num_entries, 0);
         assert_eq!(owner.store.stats().storage.num_entries, 1);
         let over = held[1].begin_step(7, time_limit).unwrap_err();
-        assert!(matches!(over, StoreError::StepEnded { step: 7 }), "{over}");
+        assert!(matches!(over, StoreError::StepEnded { step } if step == 7), "{over}");
         let over = held[0].claim(7, &ids(&["c"]), time_limit).unwrap_err();
-        assert!(matches!(over, StoreError::StepEnded { step: 7 }), "{over}");
+        assert!(matches!(over, StoreError::StepEnded { step } if step == 7), "{over}");
     });
 }
 

@@ -74,7 +74,68 @@ fn plain_text_to_a_server_of_tls_and_the_reverse_are_told_apart() {
     let (status, body) = asked(&owner.address(), None).unwrap();
     assert_eq!(status, 400, "{}", String::from_utf8_lossy(&body));
     let error = asked(&Owner::new().address(), Some(trusting(&own))).unwrap_err().to_string();
-    assert!(error.contains("speaks no TLS"), "{error}");
+    assert!(error.contains("does not serve over TLS: call trust(ADDR, token=…) for it without tls"), "{error}");
+    assert!(!error.contains("still run"), "{error}");
+}
+
+#[test]
+fn a_plain_client_of_any_server_that_answers_in_tls_is_told_that_it_may_need_tls() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let server = std::thread::spawn(move || {
+        use std::io::{Read, Write};
+
+        let (mut stream, _) = listener.accept().unwrap();
+        let _ = stream.read(&mut [0; 1000]).unwrap();
+        // An alert of TLS, `unexpected_message`, as servers send it to plain text.
+        stream.write_all(&[0x15, 3, 1, 0, 2, 2, 10]).unwrap();
+    });
+    let worker = WorkerClient::new(&address, None, None);
+    let error = within(20.0, |time_limit| worker.request("GET", "/health", b"", time_limit)).unwrap_err().to_string();
+    assert!(error.contains("it may serve over TLS: call trust(ADDR, token=…, tls=CERTIFICATE)"), "{error}");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_damaged_pem_file_is_described_in_words_that_show_nothing_of_it() {
+    let (own, key) = certificate(None);
+    let in_one_line = |pem: &str| pem.replace('\n', "");
+    for (text, what) in [
+        (own.replace("-----END CERTIFICATE-----", ""), "no line \"-----END"),
+        (own.replace("-----BEGIN CERTIFICATE-----", "-----BEGIN CERTIFICATE"), "begins with \"-----BEGIN\""),
+        (own.replace("MII", "?!?"), "is not base64"),
+    ] {
+        let error = ServerTls::from_pem(text.as_bytes(), key.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains(what) && error.contains("copy the file again") && !error.contains('['), "{error}");
+    }
+    let error = ServerTls::from_pem(own.as_bytes(), in_one_line(&key).as_bytes()).unwrap_err().to_string();
+    let secret = key.lines().nth(1).unwrap();
+    assert!(error.contains("the private key cannot be read") && !error.contains(secret), "{error}");
+}
+
+#[test]
+fn a_certificate_that_is_not_trusted_is_described_with_what_to_do() {
+    let serving_at = |name: &str, is_authority: bool| {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let mut params = rcgen::CertificateParams::new(vec![name.to_owned()]).unwrap();
+        if is_authority {
+            params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        }
+        let own = params.self_signed(&key).unwrap().pem();
+        serving(&own, &key.serialize_pem(), None)
+    };
+    let (other, _) = certificate(None);
+    for (name, is_authority, what) in [
+        ("127.0.0.1", true, "is that of an authority (CA:TRUE), and none of those to trust"),
+        ("127.0.0.1", false, "is none of those to trust, and none of them signed it"),
+    ] {
+        let owner = serving_at(name, is_authority);
+        let worker = WorkerClient::new(&owner.address(), None, Some(trusting(&other)));
+        let error =
+            within(20.0, |time_limit| worker.request("GET", "/health", b"", time_limit)).unwrap_err().to_string();
+        assert!(error.contains(what) && error.contains("call trust(ADDR, token=…, tls=CERTIFICATE)"), "{error}");
+        assert!(!error.contains("CaUsed") && !error.contains("still run"), "{error}");
+    }
 }
 
 fn serving(certificate: &str, key: &str, token: Option<&str>) -> Owner {

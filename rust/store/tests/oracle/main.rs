@@ -179,7 +179,7 @@ impl World {
                     if !self.begun.contains(&step) {
                         self.begun.push(step);
                     }
-                    assert_eq!(self.consumer.current_step(), Some(step));
+                    assert_eq!(self.consumer.current_step(), Some(step.into()));
                     // As a controller does: one step after the other.
                     while let Some(other) = self.begun.iter().find(|other| **other != step).copied() {
                         self.end(other);
@@ -305,7 +305,7 @@ impl World {
         assert_eq!((buffer.current_entries, buffer.current_bytes), (entries, bytes));
         assert_eq!((buffer.hits, buffer.misses, buffer.in_flight), (self.hits, self.misses, 0));
         assert_eq!(buffer.late_inserts_refused, 0);
-        assert_eq!(self.consumer.current_step(), self.begun.last().copied());
+        assert_eq!(self.consumer.current_step(), self.begun.last().map(|step| (*step).into()));
         for (store, all_counts, is_owner) in
             [(&self.owner, &self.stored.all_counts, true), (&self.consumer, &self.fetched.all_counts, false)]
         {

@@ -24,7 +24,7 @@ use super::socket::ClientSocket;
 use crate::error::StoreError;
 use crate::http::peer_user;
 use crate::http::route::MediaType;
-use crate::http::tls::ClientTls;
+use crate::http::tls::{ClientTls, certificate_fault};
 use crate::http::token::Token;
 use crate::time_limit::TimeLimit;
 
@@ -34,6 +34,12 @@ const LONGEST_HEAD: usize = 16 << 10;
 /// Bytes that are received at once, so that they are summed before they leave the processor's cache.
 const BUFFER: usize = 256 << 10;
 
+const NO_TLS: &str = "it does not serve over TLS: call trust(ADDR, token=…) for it without tls, or leave out \
+                      --certificate";
+
+const NO_HTTP: &str = "its answer is no HTTP; it may serve over TLS: call trust(ADDR, token=…, tls=CERTIFICATE), or \
+                       give the command --certificate";
+
 /// The failure of a connection.
 #[derive(Debug)]
 pub(super) enum ConnectionFailure {
@@ -41,6 +47,8 @@ pub(super) enum ConnectionFailure {
     Broken(String),
     /// The machine does not answer. Another try would take as long.
     Silent,
+    /// The process there speaks another protocol, or is not trusted; the text says what to do. Another try would fail.
+    Misfit(String),
     /// The error of the call.
     Final(StoreError),
 }
@@ -92,6 +100,7 @@ pub(super) fn json_request(
 /// A connection to an owner.
 pub(super) struct Connection {
     socket: ClientSocket,
+    is_encrypted: bool,
     sender: SendRequest<Full<Bytes>>,
     driver: Driver,
 }
@@ -147,13 +156,11 @@ impl Connection {
                 socket.block_on(async { speak_http(encrypted.await?).await }, time_limit)?
             }
         };
-        let (sender, driver) = opened.map_err(|error| match tls {
-            Some(_) if is_plain_text(&*error) => {
-                ConnectionFailure::Broken("it speaks no TLS: call trust(…) for it without tls".to_owned())
-            }
-            _ => broken(&*error),
+        let (sender, driver) = opened.map_err(|error| match handshake_failure(&*error) {
+            Some(reason) => ConnectionFailure::Misfit(reason),
+            None => broken(&*error),
         })?;
-        Ok(Connection { socket, sender, driver })
+        Ok(Connection { socket, is_encrypted: tls.is_some(), sender, driver })
     }
 
     /// Whether it can be used for a request: this process opened it, the last response was read to its end, and the
@@ -181,7 +188,12 @@ impl Connection {
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<IncomingResponse<'_>, ConnectionFailure> {
         let response = self.sender.send_request(request);
-        let (head, body) = self.run(response, time_limit)?.map_err(|error| broken(&error))?.into_parts();
+        let is_encrypted = self.is_encrypted;
+        let answered = self.run(response, time_limit)?.map_err(|error| match error.is_parse() && !error.is_parse_too_large() && !is_encrypted {
+            true => ConnectionFailure::Misfit(NO_HTTP.to_owned()),
+            false => broken(&error),
+        });
+        let (head, body) = answered?.into_parts();
         if body.size_hint().exact().is_none() {
             return Err(ConnectionFailure::Broken("it does not tell the length of its body".to_owned()));
         }
@@ -204,11 +216,14 @@ impl Connection {
     }
 }
 
-/// Whether a handshake of TLS failed because the other side does not speak it.
-fn is_plain_text(error: &(dyn Error + 'static)) -> bool {
-    let cause = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
-    let cause = cause.and_then(|cause| cause.downcast_ref::<rustls::Error>());
-    matches!(cause, Some(rustls::Error::InvalidMessage(rustls::InvalidMessage::InvalidContentType)))
+/// The reason why a handshake of TLS fails each time, and what to do about it; `None` for any other error.
+fn handshake_failure(error: &(dyn Error + 'static)) -> Option<String> {
+    let cause = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref)?;
+    match cause.downcast_ref::<rustls::Error>()? {
+        rustls::Error::InvalidMessage(rustls::InvalidMessage::InvalidContentType) => Some(NO_TLS.to_owned()),
+        rustls::Error::InvalidCertificate(error) => Some(certificate_fault(error)),
+        _ => None,
+    }
 }
 
 /// Checks that a process of this user listens at an address of this machine.

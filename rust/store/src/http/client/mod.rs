@@ -30,6 +30,9 @@ use crate::error::StoreError;
 use crate::shard_id::ShardId;
 use crate::time_limit::TimeLimit;
 
+/// What to look at if a connection breaks.
+const STILL_THERE: &str = "does that process still run and serve?";
+
 /// Characters of an owner's message that an error repeats.
 const LONGEST_REASON: usize = 2000;
 
@@ -117,8 +120,9 @@ impl Client {
 impl ConnectionFailure {
     fn reason(&self) -> String {
         match self {
-            ConnectionFailure::Broken(reason) => reason.clone(),
-            ConnectionFailure::Silent => "its machine does not answer".to_owned(),
+            ConnectionFailure::Broken(reason) => format!("{reason}; {STILL_THERE}"),
+            ConnectionFailure::Silent => format!("its machine does not answer; {STILL_THERE}"),
+            ConnectionFailure::Misfit(reason) => reason.clone(),
             ConnectionFailure::Final(error) => error.to_string(),
         }
     }
