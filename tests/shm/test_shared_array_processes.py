@@ -163,6 +163,22 @@ def test_views_that_a_child_inherited_keep_the_memory(of_owner: bool) -> None:
     assert td.shm.stats()["escaped_bytes"] == 0
 
 
+def test_the_peak_counts_what_a_process_attached_to() -> None:
+    one, two = SharedArray.from_array(NUMBERS), SharedArray.from_array(-NUMBERS)
+    with one, two, Child(multiprocessing.get_context("spawn")) as child:
+        for shared in (one, two, one):
+            child.ask("attach", shared.handle)
+        both = child.ask("stats")
+        assert both["mapped_bytes"] >= 2 * NUMBERS.nbytes
+        assert both["peak_bytes"] == both["mapped_bytes"]
+        child.ask("close_all")
+        # What was closed counts no more, and is part of no later peak.
+        child.ask("share", 1, 1)
+        after = child.ask("stats")
+        assert after["mapped_bytes"] < NUMBERS.nbytes
+        assert after["peak_bytes"] == both["peak_bytes"]
+
+
 def test_a_child_neither_recycles_nor_frees_inherited_segments() -> None:
     set_cache_limit(1 << 30)
     kept = SharedArray.from_array(NUMBERS)

@@ -19,7 +19,7 @@ def stats() -> dict[str, int]:
     Returns:
         A flat record. `mapped_bytes`: arrays in use, made here or attached to. `cached_bytes`: freed arrays, whose
         memory is kept for the next ones. `escaped_bytes`: closed arrays that a process still reads through a view.
-        `peak_bytes`: the most that arrays made here ever took.
+        `peak_bytes`: the most that all three ever took together.
 
     Example:
         >>> import numpy as np

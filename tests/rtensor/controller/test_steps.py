@@ -130,6 +130,26 @@ def test_a_step_drains_its_claims_and_its_fetches(
         claimed.append(owners[1].call(peer_functions.make, 4, 10))
 
 
+def test_the_callers_number_of_a_step_is_in_counts_errors_and_warnings_of_all_processes(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles = owners[0].call(peer_functions.make, 1, 1000)
+    with controller.step(claim=handles, number=120) as step:
+        assert step.number == 120
+        assert [peer.call(peer_functions.current_step) for peer in consumers] == [120] * 3
+        consumers[0].call(peer_functions.hold, handles)
+        with pytest.raises(InvalidInputError, match="in step 120:"), controller.step():
+            pass
+    assert f"{controller.workers[2]}: 8000 bytes of step 120 escaped" in caplog.text
+    consumers[0].call(peer_functions.let_go)
+    # A job that goes on from an earlier checkpoint has it again.
+    with controller.step(number=120):
+        assert consumers[0].call(peer_functions.current_step) == 120
+    nobody = Controller([Worker("127.0.0.1:9")])
+    with pytest.raises(DrainError, match="did not begin step 121: "), nobody.step(number=121):
+        pass
+
+
 def test_fetches_between_steps_are_drained_too(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.rtensor import peer_functions
 from support.rtensor.peers import Peer
 
 from tundish import rtensor
-from tundish.errors import ShardGoneError
+from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError
 from tundish.rtensor import Controller, Worker, tensor_store
 
 
@@ -110,3 +111,28 @@ def test_a_process_that_fetches_and_is_never_drained_is_warned(is_owner: bool) -
         said = consumer.call(fetch_for_long, owner.call(peer_functions.make, 5, 10))
     assert [len(some) for some in said] == [0, 0, 1, 0, 0, 0, 0]
     assert "no step ever began in it: 3 entries (384 bytes)" in said[2][0] and "serve()" in said[2][0]
+
+
+def test_warnings_have_the_callers_number_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    with Peer() as owner:
+        handle = owner.call(peer_functions.make, 1, 1000)[0]
+        with rtensor.step(number=7) as step:
+            held = [rtensor.localize(handle)]
+        assert step.number == 7 and "8000 bytes of step 7 escaped" in caplog.text
+        held.append(rtensor.localize(handle))
+        rtensor.drain(number=8)
+        assert "bytes of step 8 escaped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(-1, InvalidInputError), (2**53, InvalidInputError), (True, InvalidTypeError), (1.5, InvalidTypeError)],
+)
+def test_numbers_of_steps_are_integers_that_json_can_hold(number: Any, kind: type[Exception]) -> None:
+    for step in (rtensor.step(number=number), Controller([]).step(number=number)):
+        with pytest.raises(kind, match="number is"), step:
+            pass
+    with pytest.raises(kind, match="number is"):
+        rtensor.drain(number=number)
+    with rtensor.step(number=2**53 - 1) as last:
+        assert last.number == 2**53 - 1

@@ -230,6 +230,7 @@ impl SharedSegment {
 
 impl SharedSegment {
     fn read_by(attachment: Arc<Attachment>) -> Self {
+        arena::count_attached();
         SharedSegment { role: DropWithoutGil::new(SegmentRole::Reader(attachment)) }
     }
 
@@ -299,8 +300,7 @@ fn find_named(
 /// Bytes of shared memory of this process.
 #[pyfunction]
 pub(crate) fn shared_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let attached = attachment::attached_bytes();
-    py.detach(|| arena::array_stats(attached)).into_py_dict(py)
+    py.detach(arena::array_stats).into_py_dict(py)
 }
 
 /// Keeps up to `limit_bytes` of segments for the next arrays.

@@ -19,6 +19,7 @@ use crate::memory::{CheckCancelled, DATA_START, Writers};
 use crate::memory_limits;
 use crate::process::PerProcess;
 use crate::segment::Segment;
+use crate::segment::attachment;
 
 /// Segments that are kept at most: each takes a descriptor, and many systems allow a process 1024.
 const MAX_KEPT: usize = 128;
@@ -62,7 +63,7 @@ pub struct ArenaStats {
     pub cached_bytes: usize,
     /// Given back while a view of them lived, and kept until the view ends.
     pub escaped_bytes: usize,
-    /// The most that all of them ever were together.
+    /// The most that all of them ever were together; in the arena of arrays with the attached bytes of other processes.
     pub peak_bytes: usize,
 }
 
@@ -79,13 +80,16 @@ impl ArenaStats {
 }
 
 /// The shared memory that arrays of this process take, those of others among it, as one flat record.
-///
-/// `attached_bytes` are those of other processes: their registry is asked with the GIL held, and the arena without.
-pub fn array_stats(attached_bytes: usize) -> [(&'static str, usize); 4] {
+pub fn array_stats() -> [(&'static str, usize); 4] {
     let mut record = Arena::of_arrays().stats().record();
     let in_use_bytes = record[0].1;
-    record[0] = ("mapped_bytes", in_use_bytes + attached_bytes);
+    record[0] = ("mapped_bytes", in_use_bytes + attachment::attached_bytes());
     record
+}
+
+/// Counts a new attachment to another process's array in the peak.
+pub fn count_attached() {
+    Arena::of_arrays().lock().update_peak();
 }
 
 /// Segments for one use, by one process.
@@ -127,6 +131,8 @@ struct State {
     limit: usize,
     /// Whether escaped segments are dropped if too many are kept, or memory is missing for a new one.
     forgets_escaped: bool,
+    /// Whether the peak counts what this process has attached to.
+    counts_attached: bool,
     /// Nobody uses them; the one that was used last is at the end.
     idle: VecDeque<Segment>,
     /// Given back by their owner before their reader has opened them.
@@ -141,7 +147,8 @@ impl Arena {
     pub fn new(purpose: ArenaPurpose, limit: usize) -> Self {
         // Slabs that others still read count against their owner's limit, so none of them is forgotten.
         let forgets_escaped = purpose != ArenaPurpose::Slabs;
-        let state = State { limit, forgets_escaped, ..State::default() };
+        let counts_attached = purpose == ArenaPurpose::Arrays;
+        let state = State { limit, forgets_escaped, counts_attached, ..State::default() };
         Arena { purpose, process: process::id(), state: Mutex::new(state) }
     }
 
@@ -400,7 +407,8 @@ impl State {
 
     fn update_peak(&mut self) {
         let ArenaStats { in_use_bytes, cached_bytes, escaped_bytes, peak_bytes } = self.stats;
-        self.stats.peak_bytes = peak_bytes.max(in_use_bytes + cached_bytes + escaped_bytes);
+        let attached_bytes = if self.counts_attached { attachment::attached_bytes() } else { 0 };
+        self.stats.peak_bytes = peak_bytes.max(in_use_bytes + cached_bytes + escaped_bytes + attached_bytes);
     }
 }
 

@@ -19,6 +19,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::fs::OFlags;
@@ -30,6 +31,9 @@ use crate::segment::header::SegmentHeader;
 use crate::segment::{Segment, SegmentAddress};
 
 static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
+
+/// Bytes of the registered attachments to segments of other processes. A child made by `fork` has them as well.
+static ATTACHED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// From so many entries on, dead ones are removed when one is added.
 const CROWDED: usize = 64;
@@ -44,8 +48,18 @@ pub struct Attachment {
     file: OwnedFd,
     header: SegmentHeader,
     is_own: bool,
+    /// Whether `ATTACHED_BYTES` has it.
+    is_counted: bool,
     /// Dropped last.
     keeper: Option<Keeper>,
+}
+
+impl Drop for Attachment {
+    fn drop(&mut self) {
+        if self.is_counted {
+            ATTACHED_BYTES.fetch_sub(self.map.len(), Ordering::Relaxed);
+        }
+    }
 }
 
 /// A value that is dropped with this process's last lease on a segment.
@@ -91,7 +105,7 @@ impl Attachment {
         let size = size.next_multiple_of(rustix::param::page_size());
         let map = Mapping::new(&file, size, Access::Read).map_err(AttachError::Other)?;
         let is_own = expected.is_some_and(|expected| expected.process == process::id());
-        Ok(Attachment { map, file, header, is_own, keeper })
+        Ok(Attachment { map, file, header, is_own, is_counted: false, keeper })
     }
 
     /// The first byte of data; valid for reads of [`header`](Attachment::header)`.data_len` bytes as long as it lives.
@@ -204,7 +218,7 @@ fn lease(
 }
 
 /// Registers an attachment; returns the registered one if the segment is attached already.
-pub fn add(attachment: Attachment) -> Arc<Attachment> {
+pub fn add(mut attachment: Attachment) -> Arc<Attachment> {
     let mut registry = lock();
     if registry.len() >= CROWDED && registry.len() == registry.capacity() {
         registry.retain(|_, attached| attached.strong_count() > 0);
@@ -216,20 +230,18 @@ pub fn add(attachment: Attachment) -> Arc<Attachment> {
         drop(registry);
         return known;
     }
+    if !attachment.is_own {
+        ATTACHED_BYTES.fetch_add(attachment.map.len(), Ordering::Relaxed);
+        attachment.is_counted = true;
+    }
     let attachment = Arc::new(attachment);
     *place = Arc::downgrade(&attachment);
     attachment
 }
 
-/// Bytes of other processes' segments that this one has mapped.
+/// Bytes of other processes' segments that this one has mapped and registered.
 pub fn attached_bytes() -> usize {
-    let registry = lock();
-    registry
-        .values()
-        .filter_map(Weak::upgrade)
-        .filter(|attachment| !attachment.is_own)
-        .map(|attachment| attachment.map.len())
-        .sum()
+    ATTACHED_BYTES.load(Ordering::Relaxed)
 }
 
 fn find(address: &SegmentAddress) -> Result<Option<Arc<Attachment>>, ShmError> {
