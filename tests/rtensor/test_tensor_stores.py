@@ -11,7 +11,7 @@ import torch
 
 from tundish import rtensor
 from tundish.errors import InvalidInputError, ShardGoneError, TensorStoreFullError, TransferError
-from tundish.rtensor import Controller, HttpBackend, TensorStore, Worker
+from tundish.rtensor import Controller, HttpBackend, LocalBackend, TensorStore, Worker
 
 
 @pytest.fixture
@@ -122,3 +122,25 @@ def test_a_forked_child_begins_with_empty_stores(stores: tuple[TensorStore, Tens
     one.remove(handle.shard_id)
     with pytest.raises(ShardGoneError):
         one.fetch(handle.shard_id)
+
+
+def test_stores_controllers_and_backends_say_what_they_are() -> None:
+    with TensorStore() as store, Controller([], store=store) as controller:
+        assert repr(store) == "<TensorStore not serving, 0 stored tensors, HttpBackend(shared_memory=True)>"
+        store.set_backend(LocalBackend())
+        batch = store.remotize(torch.ones(2))
+        assert repr(store) == "<TensorStore not serving, 1 stored tensor, LocalBackend()>"
+        store.remove(batch.shard_id)
+        server = store.serve()
+        assert repr(store) == f"<TensorStore at {server.addr}, 0 stored tensors, LocalBackend()>"
+        controller.update([Worker(server.addr)])
+        with controller.step(number=120):
+            assert repr(controller) == "<Controller of 1 worker, in step 120>"
+    assert repr(controller) == "<Controller of 1 worker, closed (it was closed)>"
+
+
+def test_the_start_of_a_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "tundish.rtensor"), TensorStore() as store:
+        server = store.serve(token="s3cret")
+        store.serve(token="s3cret")
+        assert caplog.messages == [f"serving tensors at {server.addr} without TLS, to clients with the token"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,4 +183,32 @@ def test_prefetched_bytes_are_bounded_on_every_rank(node: int, tmp_path: Path) -
         for found in job.hear_all():
             assert [(one["ready_steps"], one["ready_bytes"]) for one in found] == [(3, 3 * BYTES)]
         job.tell_all()
+        job.expect_end()
+
+
+def logged_epochs(rank: int, line: Line) -> None:
+    said: list[str] = []
+    note = logging.Handler(logging.INFO)
+    note.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tundish.scatter")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(note)
+    with td.DispatchLoader([batch(number) for number in range(6)] if rank == 0 else None) as loader:
+        for _ in range(2):
+            next(iter(loader))
+        assert len(list(loader)) == len(list(loader)) == 3
+        line.say(said, loader.stats()["next_seconds"])
+
+
+def test_the_source_logs_each_whole_epoch_and_how_long_training_waited(tmp_path: Path) -> None:
+    with Job(logged_epochs, 2, tmp_path) as job:
+        (said, waited), (other, _) = job.hear_all()
+        assert other == [] and len(said) == 2
+        found = [
+            re.fullmatch(r"epoch (\d) is over: 3 steps in (.+) s, of which .* waited (.+) s for .*", one)
+            for one in said
+        ]
+        assert [one and one[1] for one in found] == ["0", "1"]
+        assert all(one and 0 <= float(one[3]) <= float(one[2]) for one in found)
+        assert sum(float(one[3]) for one in found if one) <= waited + 0.1
         job.expect_end()

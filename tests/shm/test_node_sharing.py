@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -311,3 +312,22 @@ def test_a_key_that_cannot_be_encoded_names_an_array(tmp_path: Path) -> None:
     for _ in range(2):
         assert td.shm.node_shared(np.arange(3), key="\ud800", path=tmp_path).tolist() == [0, 1, 2]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def logged_shares(rank: int, line: Line) -> None:
+    said: list[str] = []
+    note = logging.Handler(logging.INFO)
+    note.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tundish.shm")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(note)
+    td.shm.node_shared(lambda: np.zeros(MIB, np.uint8), key="tokens")
+    line.say(said)
+
+
+def test_the_first_rank_logs_what_was_shared(tmp_path: Path) -> None:
+    with Job(logged_shares, 2, tmp_path) as job:
+        (said,), (other,) = job.hear_all()
+        assert other == [] and len(said) == 1
+        assert "'tokens'" in said[0] and "uint8 (1048576,), 1.0 MB on each of 1 node" in said[0]
+        job.expect_end()

@@ -187,6 +187,9 @@ class Backend:
         """
         return self.shards.numbers()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 def _removed(counts: tuple[int, int, int]) -> Removed:
     cleared, tensors, total = counts
@@ -207,6 +210,9 @@ class HttpBackend(Backend):
 
     def __init__(self, *, shared_memory: bool = True) -> None:
         self.shared_memory = shared_memory
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shared_memory={self.shared_memory})"
 
 
 # The address of a `LocalBackend`'s shards.

@@ -24,6 +24,7 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     ShardGoneError,
+    format_count,
     format_list,
     format_type,
 )
@@ -386,6 +387,11 @@ class Controller:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        step = "" if self._step is None else f", in step {self._step.key.number}"
+        state = step if self._closed is None else f", closed ({self._closed})"
+        return f"<Controller of {format_count(len(self._workers), 'worker')}{state}>"
 
     def _close(self, reason: str) -> None:
         self._closed = self._closed or reason

@@ -122,6 +122,12 @@ def start_server(shards: _native.ShardStore, options: ServerOptions) -> Server:
     shards.set_limits(*(default if limit is None else limit for limit in limits))
     addr = f"{_reachable_host(host)}:{native.port}"
     shards.add_own_address(addr)
+    _log.info(
+        "serving tensors at %s %s, %s",
+        addr,
+        "over TLS" if tls else "without TLS",
+        "to clients with the token" if options.token else "to this user's processes on this machine",
+    )
     return Server(addr, native, options)
 
 

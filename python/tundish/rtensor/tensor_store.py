@@ -26,6 +26,7 @@ from tundish.distributed import voter_of
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
+    format_count,
     format_type,
 )
 from tundish.rtensor.backends import LOCAL_ADDRESS, Backend, HttpBackend, Removed
@@ -109,6 +110,11 @@ class TensorStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        where = "not serving" if self.server is None else f"at {self.server.addr}"
+        tensors = format_count(json.loads(self.shards.stats())["storage"]["num_entries"], "stored tensor")
+        return f"<TensorStore {where}, {tensors}, {self.backend!r}>"
 
     @property
     def server(self) -> Server | None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import logging
 import operator
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NoReturn, Self, TypeVar
@@ -45,6 +47,8 @@ from tundish.scatter.participants import agree_on_participants, process_group
 from tundish.scatter.prefetch import FORKED, EpochIterator, InlineSteps, PrefetchedSteps
 from tundish.scatter.rendezvous import memory_limit
 from tundish.scatter.steps import ScatterReceiver, ScatterSource, ScatterStats
+
+_log = logging.getLogger("tundish.scatter")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -211,6 +215,9 @@ class DispatchLoader(Generic[T_co]):
     An error of the source's loader is raised in its own step: on the source as it is, on the others as a
     `PeerFailedError` with its traceback.
 
+    At the end of an epoch the source logs its steps and seconds, and for how long training waited, to the logger
+    "tundish.scatter" at level INFO.
+
     Example:
         >>> import torch
         >>> import tundish as td
@@ -245,6 +252,8 @@ class DispatchLoader(Generic[T_co]):
         self._iterations = 0
         self._handed_out = 0
         self._reading_seconds = self._next_seconds = 0.0
+        # When the iteration began, and the two counts of that moment.
+        self._began = (0.0, 0, 0.0)
         self.is_padding = False
         group, replicate = process_group(group), process_group(replicate, "replicate")
         with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
@@ -306,6 +315,7 @@ class DispatchLoader(Generic[T_co]):
         try:
             self._end_iteration()
             self._iterations += 1
+            self._began = (time.monotonic(), self._handed_out, self._next_seconds)
             self._scatter.skip_to(self._iterations << _STEP_BITS)
             steps = self._steps = self._begin_epoch(self._iterations)
             iterator = EpochIterator[T_co](steps, functools.partial(self._hand_out, steps.epoch))
@@ -579,6 +589,8 @@ class DispatchLoader(Generic[T_co]):
                 )
             state.epoch, self._length = start.epoch, start.length
         if step is None:
+            if self._scatter.is_source:
+                self._log_epoch()
             state.end()
             return None  # type: ignore[return-value]
         # First, because the copy to a device may fail: then the step was not handed out.
@@ -589,6 +601,17 @@ class DispatchLoader(Generic[T_co]):
         self._handed_out += 1
         self.is_padding = step.is_padding
         return batch
+
+    def _log_epoch(self) -> None:
+        """Log the iteration that ends."""
+        time_began, steps, waited = self._began
+        _log.info(
+            "epoch %d is over: %s in %.1f s, of which training waited %.1f s for its batches",
+            self._state.epoch,
+            format_count(self._handed_out - steps, "step"),
+            time.monotonic() - time_began,
+            self._next_seconds - waited,
+        )
 
 
 _open_loaders: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()

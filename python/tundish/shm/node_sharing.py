@@ -18,7 +18,9 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ from tundish.errors import (
     PeerFailedError,
     SegmentGoneError,
     StorageError,
+    format_count,
     format_type,
 )
 from tundish.shm.array_layout import ArrayLayout
@@ -46,6 +49,8 @@ from tundish.shm.shared_array import Handle, SharedArray, as_numpy
 if TYPE_CHECKING:
     import torch
 
+
+_log = logging.getLogger("tundish.shm")
 
 # Ranks wait so long for each other in steps that take milliseconds.
 _TIMEOUT_SECONDS = 3600.0
@@ -74,7 +79,11 @@ def node_shared(
         group: process group; by default all ranks.
         path: folder for the array, as a file that all ranks map: for arrays larger than memory, and to find them again.
             The folder is made if it is missing; its parent must exist. The file is named by `key`, or by a hash of the
-            array, which takes about a second a GB. A file appears complete and durable, and is never changed.
+            array, which takes about a second a GB. A file appears complete and durable, and is never changed. Only the
+            path of a node's first rank is used, so each node may have a folder on its own disk. What nodes find there
+            under a key is not compared.
+
+    The first rank of the group logs the size and the seconds to "tundish.shm" at level INFO.
 
     Returns:
         The array, read-only, with the shape, order and dtype of the given one. Its pickle has a few hundred bytes, and
@@ -105,6 +114,7 @@ def node_shared(
         same=same_arguments(key=repr(key)),
         timeout=_TIMEOUT_SECONDS,
     )
+    began = time.monotonic()
     nodes = nodes_of(voter, timeout=_TIMEOUT_SECONDS)
     (builder,) = (node[0] for node in nodes if voter.rank in node)
     backing, address, error = None, None, None
@@ -116,15 +126,24 @@ def node_shared(
         error = caught
     address = voter.broadcast(address, error, source=builder, what=what, timeout=None)
     with voter.agreed(f"{what}: attaching to it", timeout=_TIMEOUT_SECONDS):
-        if backing is not None:
-            return NodeArray.backed_by(backing)
         try:
-            return NodeArray.backed_by(_from_json(json.loads(address)))
+            array = NodeArray.backed_by(_from_json(json.loads(address)) if backing is None else backing)
         except SegmentGoneError as error:
             # The builder keeps the array until all ranks have it, so the builder has ended.
             raise PeerFailedError(
                 f"{what}: rank {builder}, which built it, has ended: {error}", builder
             ) from error
+    if voter.rank == voter.ranks[0]:
+        _log.info(
+            "%s: %s %s, %.1f MB on each of %s, in %.1f s",
+            what,
+            array.dtype,
+            array.shape,
+            array.nbytes / 1e6,
+            format_count(len(nodes), "node"),
+            time.monotonic() - began,
+        )
+    return array
 
 
 def _argument_error(key: Any, path: Any) -> Exception | None:
