@@ -7,6 +7,7 @@ import collections
 import datetime
 import enum
 import functools
+import importlib
 import io
 import os
 import pathlib
@@ -327,6 +328,97 @@ def test_an_array_reaches_only_its_own_memory(
     process = run(["-c", code])
     assert process.returncode == 1
     assert re.search(r"(InvalidTypeError|CorruptCheckpointError): 'o' in", process.stderr)
+
+
+def values(*of: Any) -> bytes:
+    """Operations of a pickle that put values on the stack, one after the other."""
+    return b"".join(pickle.dumps(value, 2)[2:-1] for value in of)
+
+
+ARRAY = b"cnumpy\nndarray\n"
+ADDRESSES = ((1,), np.dtype("O"), bytearray(b"A" * 8))
+FROM_TYPE = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        ARRAY + values(ADDRESSES) + b"\x81",
+        ARRAY + values(ADDRESSES, {}) + b"\x92",
+        b"(" + ARRAY + values(*ADDRESSES) + b"o",
+        b"(" + values(*ADDRESSES) + b"inumpy\nndarray\n",
+        FROM_TYPE + b"(" + ARRAY + b"ctorch\nTensor\n" + values(ADDRESSES) + b"NtR",
+    ],
+    ids=["NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "a tensor's type"],
+)
+def test_no_operation_makes_objects_of_addresses(
+    operations: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = object_of_somebody_else(tmp_path / "root", archive_of(b"\x80\2" + operations + b"."), monkeypatch)
+    # In a process of its own: following an address would end it.
+    code = f"from tundish.checkpoint import load_dcp; state = {{'o': 0}}; load_dcp(state, {str(saved)!r}); print(state)"
+    process = run(["-c", code])
+    assert process.returncode == 1
+    assert re.search(r"CorruptCheckpointError: 'o' in.*(it calls numpy|as Python 2 did)", process.stderr)
+
+
+class WithState:
+    """Its pickle makes an object by a call, and gives it a state."""
+
+    def __init__(self, make: Any, argument: Any, state: Any) -> None:
+        self._parts = make, (argument,), state
+
+    def __reduce__(self) -> Any:
+        return self._parts
+
+
+def forged(kind: Any, position: int) -> dict[str, Any]:
+    """The state of a random generator of numpy at another position."""
+    state: dict[str, Any] = kind(3).state
+    (state["state"] if "pos" in state["state"] else state)[
+        "pos" if "pos" in state["state"] else "buffer_pos"
+    ] = position
+    return state
+
+
+PICKLED = importlib.import_module("numpy.random._pickle")
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "kind", "most"),
+    [
+        ("__bit_generator_ctor", np.random.MT19937, np.random.MT19937, 624),
+        ("__bit_generator_ctor", np.random.Philox, np.random.Philox, 4),
+        ("__generator_ctor", "MT19937", np.random.MT19937, 624),
+        ("__randomstate_ctor", "MT19937", np.random.MT19937, 624),
+    ],
+)
+def test_random_generators_read_only_their_own_state(
+    make: str, argument: Any, kind: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, position in enumerate([0, most, -1, most + 1, 10**6]):
+        stream = io.BytesIO()
+        torch.save(WithState(getattr(PICKLED, make), argument, forged(kind, position)), stream)
+        saved = object_of_somebody_else(tmp_path / str(number), stream.getvalue(), monkeypatch)
+        state: dict[str, Any] = {"o": None}
+        if 0 <= position <= most:
+            load_dcp(state, saved)
+            assert "MT19937" in repr(state["o"]) or "Philox" in repr(state["o"])
+        else:
+            with pytest.raises(CorruptCheckpointError, match="position outside of its state"):
+                load_dcp(state, saved)
+
+
+@pytest.mark.parametrize("encoding", ["zlib_codec", "idna", "utf-8", 3])
+def test_bytes_are_encoded_in_one_way_alone(
+    encoding: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = b"\x80\2c_codecs\nencode\n" + values(("text", encoding)) + b"R."
+    saved = object_of_somebody_else(tmp_path / "root", archive_of(pickled), monkeypatch)
+    before = set(sys.modules)
+    with pytest.raises(CorruptCheckpointError, match="it encodes str as"):
+        load_dcp({"o": None}, saved)
+    assert not {name for name in sys.modules.keys() - before if name.startswith("encodings.")}
 
 
 def test_a_name_that_is_not_read_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,8 @@ class UntrustedNameError(pickle.UnpicklingError):
 # Operations of pickles to what carries them out. The annotations of Python's own do not know `_Unpickler`.
 _OPERATIONS: dict[int, Any] = dict(pickle._Unpickler.dispatch)
 
+_GENERATORS = (np.random.BitGenerator, np.random.Generator, np.random.RandomState)
+
 # Names that a pickle may use, and must not change.
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum)
 
@@ -125,15 +127,36 @@ class _Unpickler(pickle._Unpickler):
         _OPERATIONS[pickle.BUILD[0]](self)
         if isinstance(changed, np.dtype) and not _is_valid(changed):
             raise pickle.UnpicklingError("a dtype has fields outside of its elements, or hides objects")
+        if isinstance(changed, _GENERATORS) and not _is_within_state(changed):
+            raise pickle.UnpicklingError("a random generator has a position outside of its state")
 
     def _reduce(self) -> None:
         """Call the object below the top of the stack with the arguments on the top."""
-        # Arrays are pickled by other functions. With a buffer of addresses this one makes objects of them.
-        if self.stack[-2] is np.ndarray:
-            raise pickle.UnpicklingError("it calls numpy.ndarray")
+        _check_called(self.stack[-2])
         _OPERATIONS[pickle.REDUCE[0]](self)
 
-    dispatch = _OPERATIONS | {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
+    def _new(self) -> None:
+        """Make an object of the type below the top of the stack with the arguments on the top."""
+        _check_called(self.stack[-2])
+        _OPERATIONS[pickle.NEWOBJ[0]](self)
+
+    def _new_with_names(self) -> None:
+        """As `_new`, with arguments by name on the top."""
+        _check_called(self.stack[-3])
+        _OPERATIONS[pickle.NEWOBJ_EX[0]](self)
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it makes objects as Python 2 did")
+
+    dispatch = _OPERATIONS | {
+        pickle.BUILD[0]: _build,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _new,
+        pickle.NEWOBJ_EX[0]: _new_with_names,
+        # No version of Python 3 writes these.
+        pickle.INST[0]: _refuse,
+        pickle.OBJ[0]: _refuse,
+    }
 
 
 class _MetadataUnpickler(_Unpickler):
@@ -148,6 +171,8 @@ class _ObjectUnpickler(_Unpickler):
             return _member
         if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
             return _tensor_of_type
+        if (module, name) == ("_codecs", "encode"):
+            return _bytes_of
         found = _imported(module, name)
         return found if _is_enum(found) else super().find_class(module, name)
 
@@ -229,11 +254,35 @@ def _member(kind: Any, name: Any) -> Any:
     return kind.__members__[name]
 
 
+def _check_called(called: Any) -> None:
+    """Refuse the call of `numpy.ndarray`: with a buffer of addresses it makes objects of them."""
+    # Arrays are pickled by other functions.
+    if isinstance(called, type) and issubclass(called, np.ndarray):
+        raise pickle.UnpicklingError("it calls numpy.ndarray")
+
+
+def _bytes_of(text: Any, encoding: Any) -> bytes:
+    """`_codecs.encode` for the bytes in a pickle of protocol 2 alone: other encodings import modules."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise pickle.UnpicklingError(f"it encodes {type(text).__name__} as {encoding!r:.100}")
+    return text.encode("latin1")
+
+
 def _tensor_of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """torch's `_rebuild_from_type_v2`, which sets attributes of the result, for tensors alone."""
+    _check_called(make)
     if not (isinstance(kind, type) and issubclass(kind, torch.Tensor)):
         raise pickle.UnpicklingError(f"{kind!r} is no type of tensors")
     return torch._tensor._rebuild_from_type_v2(make, kind, arguments, state)  # type: ignore[no-untyped-call]
+
+
+def _is_within_state(generator: Any) -> bool:
+    """Whether the position of a random generator lies within its state. numpy reads there without a check."""
+    bits = generator if isinstance(generator, np.random.BitGenerator) else generator._bit_generator
+    position = {"MT19937": lambda: bits.state["state"]["pos"], "Philox": lambda: bits.state["buffer_pos"]}
+    most = {"MT19937": 624, "Philox": 4}
+    kind = type(bits).__name__
+    return kind not in position or 0 <= position[kind]() <= most[kind]
 
 
 def _is_valid(dtype: np.dtype[Any]) -> bool:
