@@ -43,7 +43,7 @@ from tundish.checkpoint.dcp.state import (
     set_value,
 )
 from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
-from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint, open_folder
+from tundish.checkpoint.dcp.verify import OpenCheckpoint, lock_folder, open_checkpoint
 from tundish.checkpoint.readonly import ReadonlyRoot
 from tundish.checkpoint.root import Published, Root, check_step, format_steps, name_of, path_of
 from tundish.checkpoint.tensors import tied_names
@@ -137,7 +137,7 @@ def load_dcp(
         with voter.agreed("finding the checkpoint to load"):
             # A link is resolved once.
             folder = Path(os.path.realpath(path_of(path, "path")))
-        lock = functools.partial(open_folder, folder)
+        lock = functools.partial(lock_folder, folder)
         with open_checkpoint(lock, folder.name, step=None, every_byte=verify, voter=voter) as checkpoint:
             return _load_verified(state_dict, checkpoint, trusted)
 

@@ -215,7 +215,7 @@ def open_checkpoint(
         yield checkpoint
 
 
-def open_folder(path: Path) -> DiskFolder:
+def lock_folder(path: Path) -> DiskFolder:
     """Lock the checkpoint at `path`, in whatever root.
 
     Raises:
