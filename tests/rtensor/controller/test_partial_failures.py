@@ -166,7 +166,7 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
         own = rtensor.remotize(rtensor.localize(handles))
         with contextlib.suppress(KeyboardInterrupt), rtensor.step(claim=own):
             rtensor.localize(handles)
-            patch.setattr(default_store, "shards", Interrupted(method))
+            patch.setattr(default_store.steps, "_shards", Interrupted(method))
     with rtensor.step():
         pass
     return rtensor.storage_stats()["unclaimed_entries"], rtensor.fetch_buffer_stats()["num_entries"]
@@ -181,7 +181,7 @@ def test_the_next_step_drains_what_an_interrupted_end_left(owners: list[Peer], c
 def interrupted_as_it_begins(handles: Any) -> int:
     own = rtensor.remotize(rtensor.localize(handles))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(default_store, "shards", Interrupted("begin_step"))
+        patch.setattr(default_store.steps, "_shards", Interrupted("begin_step"))
         with pytest.raises(KeyboardInterrupt), rtensor.step(claim=own):
             pytest.fail("it began")
     unclaimed = int(rtensor.storage_stats()["unclaimed_entries"])
