@@ -125,7 +125,7 @@ def test_with_return_exceptions_each_item_gives_its_result_or_its_exception(chun
 
 
 def test_without_return_exceptions_a_chunk_ends_at_its_first_exception(tmp_path: Path) -> None:
-    paths = [str(tmp_path / "before"), "", str(tmp_path / "after")]
+    paths = [str(tmp_path / name) for name in ("before", "missing/x", "after")]
     with td.shm.SharedPool(tasks.touch, max_workers=1) as pool:
         results = pool.map(paths, chunksize=3)
         assert next(results) == paths[0]
@@ -151,7 +151,7 @@ def test_the_end_of_the_pool_ends_a_map_that_returns_exceptions() -> None:
         results = pool.map([0.01] * 100, chunksize=1, return_exceptions=True)
         next(results)
         pool.shutdown(cancel=True)
-        with pytest.raises(td.errors.PoolError, match="not begun"):
+        with pytest.raises(td.errors.PoolError, match="shut down"):
             list(results)
 
 
