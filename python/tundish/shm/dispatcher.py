@@ -187,6 +187,9 @@ class Dispatcher:
         """Forget the tasks of `handler`. Takes no lock: it is called by destructors too."""
         self._abandoned.append(handler)
         self._wake()
+        if self._queue is None:
+            # No thread reads them any more, and a map keeps its pool alive.
+            self._abandoned.clear()
 
     def _put(self, future: TaskFuture, kind: int, payload: Any) -> bool:
         if future.task_id == _NO_TASK_ID:
@@ -326,6 +329,7 @@ class Dispatcher:
         with self._lock:
             queue, self._queue = self._queue, None
         self.break_down(_ENDED)
+        self._abandoned.clear()
         if queue is not None:
             queue.end_waits()
 

@@ -338,12 +338,7 @@ impl TensorStore {
     ///
     /// # Errors
     /// As of [`begin_step`](TensorStore::begin_step).
-    pub fn claim(
-        &self,
-        step: impl Into<Step>,
-        claimant: Claimant,
-        ids: &[ShardId],
-    ) -> Result<Claimed, StoreError> {
+    pub fn claim(&self, step: impl Into<Step>, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         self.storage.claim(step.into(), claimant, ids)
     }
 

@@ -273,7 +273,9 @@ fn a_thread_that_waits_for_a_fetch_of_an_ended_step_fails_or_fetches_itself() {
             assert!(matches!(first.join().unwrap(), Err(StoreError::StepEnded { step }) if step == 5));
             match second.join().unwrap() {
                 Ok(bytes) => assert!(is_of_another_step && bytes == [1; 100]),
-                Err(error) => assert!(!is_of_another_step && matches!(error, StoreError::StepEnded { step } if step == 5)),
+                Err(error) => {
+                    assert!(!is_of_another_step && matches!(error, StoreError::StepEnded { step } if step == 5))
+                }
             }
         });
         let stats = consumer.stats().buffer;

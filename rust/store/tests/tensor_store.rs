@@ -326,11 +326,11 @@ fn the_oldest_step_that_holds_bytes_is_named() {
         if step != 9 {
             let id = &ids[usize::from(step == 7)];
             drop(fetch(&consumer, &[whole(OWNER, id, 10)], &transport).unwrap());
-            assert_eq!(oldest(), Some(5));
+            assert_eq!(oldest(), Some(5.into()));
         }
     }
     consumer.end_step(5);
-    assert_eq!(oldest(), Some(7));
+    assert_eq!(oldest(), Some(7.into()));
     consumer.end_step(7);
     assert_eq!(oldest(), None);
 }

@@ -42,12 +42,7 @@ impl Controller {
         self.post(&format!("/step/{step}/begin"), None, time_limit).map(drop)
     }
 
-    pub fn claim(
-        &mut self,
-        step: u64,
-        ids: &[ShardId],
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<Claimed, StoreError> {
+    pub fn claim(&mut self, step: u64, ids: &[ShardId], time_limit: &mut TimeLimit<'_>) -> Result<Claimed, StoreError> {
         let answer = self.post(&format!("/step/{step}/claim"), Some(json!({"shard_ids": ids})), time_limit)?;
         let ids = |name: &str| serde_json::from_value(answer[name].clone()).unwrap();
         Ok(Claimed {

@@ -170,7 +170,7 @@ impl Connection {
         if !self.socket.is_own() {
             return false;
         }
-        let Connection { socket, sender, driver } = self;
+        let Connection { socket, sender, driver, .. } = self;
         let polled = poll_fn(|context| {
             let _ = driver.as_mut().poll(context);
             Poll::Ready(sender.is_ready())
@@ -189,9 +189,11 @@ impl Connection {
     ) -> Result<IncomingResponse<'_>, ConnectionFailure> {
         let response = self.sender.send_request(request);
         let is_encrypted = self.is_encrypted;
-        let answered = self.run(response, time_limit)?.map_err(|error| match error.is_parse() && !error.is_parse_too_large() && !is_encrypted {
-            true => ConnectionFailure::Misfit(NO_HTTP.to_owned()),
-            false => broken(&error),
+        let answered = self.run(response, time_limit)?.map_err(|error| {
+            match error.is_parse() && !error.is_parse_too_large() && !is_encrypted {
+                true => ConnectionFailure::Misfit(NO_HTTP.to_owned()),
+                false => broken(&error),
+            }
         });
         let (head, body) = answered?.into_parts();
         if body.size_hint().exact().is_none() {
