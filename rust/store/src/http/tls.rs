@@ -46,7 +46,8 @@ pub(super) fn certificate_fault(error: &CertificateError) -> String {
     let own = "call trust(ADDR, token=…, tls=CERTIFICATE) with the file that it serves with, or with that of the \
                authority that signed it (--certificate for the command)";
     match error {
-        CertificateError::UnknownIssuer => {
+        // The signature of an issuer of the same name, such as of the certificate that was there before.
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => {
             format!("its certificate is none of those to trust, and none of them signed it: {own}")
         }
         // webpki's error for a certificate that names itself an authority, as `openssl req -x509` makes them.
