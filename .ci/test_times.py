@@ -4,10 +4,11 @@ Such an assertion says that something took less than some time. A machine of hal
 it too. A promise of time gets ten times its room, or the test looks at what was *not* waited for. The reason is a
 comment `# time: …`, at the end of the assertion or on the line before it, or at the definition of the limit.
 
-An assertion is found by `<` or `<=` with a time on the smaller side: an expression with a clock of `time` in it, or a
-name like `seconds`, `took`, `waits` or `failed_at`, or one that was assigned from such an expression.
+An assertion of Python is found by `<` or `<=` with a time on the smaller side: an expression with a clock of `time` in
+it, or a name like `seconds`, `took`, `waits` or `failed_at`, or one that was assigned from such an expression. In Rust,
+it is an `assert!` in which `elapsed()` is less than something, or something is less than a `Duration`.
 
-Run: python .ci/test_times.py [--list] [FOLDER OF TESTS]
+Run: python .ci/test_times.py [--list] [FOLDER ...]
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ CLOCKS = {
     "time_ns",
 }
 TIME_NAMES = re.compile(r"(^|_)(at|duration|elapsed|seconds|took|latency|waits)$")
-REASON = re.compile(r"#.*\btime: (\S.*)")
+REASON = re.compile(r"(?:#|//).*\btime: (\S.*)")
+
+RUST_ASSERT = re.compile(r"\bassert!\(.*?\);", re.DOTALL)
+# A range has its limit before the time.
+RUST_LIMIT = re.compile(
+    r"(?:elapsed\(\)(?:\.as_\w+\(\))? <=?|<=?(?= Duration::from)) (?P<limit>[^,;&|]+)|\.contains\(&\w+\.elapsed\(\)"
+)
 
 
 class Source:
@@ -127,14 +134,39 @@ def comparisons(path: Path, root: Path) -> Iterator[tuple[int, str, str | None]]
                 yield line, file.lines[line - 1].strip(), file.reason_at(line) or file.reason_of(limit)
 
 
+def rust_assertions(path: Path) -> Iterator[tuple[int, str, str | None]]:
+    """The line, the text and the reason of each limit of time in a file of Rust."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for assertion in RUST_ASSERT.finditer(text):
+        found = RUST_LIMIT.search(assertion[0])
+        if found is None:
+            continue
+        first = text.count("\n", 0, assertion.start())
+        number = text.count("\n", 0, assertion.start() + found.start())
+        # Also at the definition of a constant in the limit.
+        names = "|".join(re.findall(r"\b[A-Z_]{2,}\b", found["limit"] or ""))
+        defined = [at for at, line in enumerate(lines) if names and re.search(rf"\bconst ({names}):", line)]
+        places = [lines[at] for one in (number, first, *defined) for at in (one, one - 1) if at >= 0]
+        yield number + 1, lines[number].strip(), next((m[1] for m in map(REASON.search, places) if m), None)
+
+
 if __name__ == "__main__":
-    folder = Path(*[word for word in sys.argv[1:] if word != "--list"] or ["tests"])
+    folders = [Path(word) for word in sys.argv[1:] if word != "--list"] or [Path("tests"), Path("rust")]
     missing = []
-    for file in sorted(folder.rglob("*.py")):
-        for line, text, reason in comparisons(file, folder):
+    for folder in folders:
+        found = [
+            (file, limit) for file in sorted(folder.rglob("*.py")) for limit in comparisons(file, folder)
+        ]
+        found += [(file, limit) for file in sorted(folder.rglob("*.rs")) for limit in rust_assertions(file)]
+        for file, (line, text, reason) in found:
             if "--list" in sys.argv:
                 print(f"{file}:{line}: {text}  [{reason or 'NO REASON'}]")  # noqa: T201 (a command)
             if reason is None:
                 missing.append(f"{file}:{line}: {text}")
     if missing:
-        sys.exit("\n".join([*missing, "these limits of time have no reason: write `# time: …` beside them"]))
+        sys.exit(
+            "\n".join(
+                [*missing, "these limits of time have no reason: write a comment `time: …` beside them"]
+            )
+        )

@@ -105,3 +105,22 @@ def test_a_limit_of_time_needs_a_reason(body: str, is_fine: bool, tmp_path: Path
         f"def test_it():\n    {body}\n",
     )
     assert (check("test_times.py", tmp_path) == "") == is_fine
+
+
+@pytest.mark.parametrize(
+    ("body", "is_fine"),
+    [
+        ("assert!(begin.elapsed() < Duration::from_secs(1));", False),
+        ('assert!(\n        begin.elapsed() <= LIMIT,\n        "late"\n    );', False),
+        ("assert!((0.2..2.0).contains(&begin.elapsed().as_secs_f64()));", False),
+        ('assert!(is_late && spent < Duration::from_millis(50), "{spent:?}");', False),
+        ("// time: ten times the promise\n    assert!(begin.elapsed() < Duration::from_secs(1));", True),
+        ("assert!(begin.elapsed() < PATIENCE);", True),
+        ("assert!(begin.elapsed() >= LIMIT);", True),
+        ("assert!(size < 5); while begin.elapsed() < LIMIT {}", True),
+    ],
+)
+def test_a_limit_of_time_in_rust_needs_a_reason(body: str, is_fine: bool, tmp_path: Path) -> None:
+    limits = "const LIMIT: Duration = SECOND;\n\n// time: far more than it takes\nconst PATIENCE: Duration = MINUTE;\n"
+    write(tmp_path, "tests/it.rs", f"{limits}\n#[test]\nfn it() {{\n    {body}\n}}\n")
+    assert (check("test_times.py", tmp_path) == "") == is_fine

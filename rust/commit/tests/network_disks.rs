@@ -82,6 +82,7 @@ fn heartbeat_shows_owner(disk: NetworkDisk) {
     drop(one);
     let begun = Instant::now();
     let other = open(disk, folder.path(), on("other", Duration::ZERO)).unwrap();
+    // time: one heartbeat, of which STALE has several; a wait would last that long at least
     assert!(begun.elapsed() < STALE);
     assert_eq!(other.list().unwrap().len(), 1);
 }
@@ -168,6 +169,7 @@ fn after_a_reboot_nobody_waits_on_a_local_disk() {
     std::mem::forget(before);
     let begun = Instant::now();
     Root::open(RealDisk, &path, opening("one after"), &mut || Ok(())).unwrap();
+    // time: opening takes milliseconds, half of the wait for a live owner is 50 s
     assert!(begun.elapsed() < stale / 2);
 }
 

@@ -20,6 +20,7 @@ use tundish_commit::{CommitError, FileMetadata, ShardWriter, write_small_file};
 
 const ENOSPC: i32 = 28;
 const MIB: usize = 1 << 20;
+// time: what comes at all comes within this
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn writer(folder: &Path, files: &[(&str, u64)]) -> Result<ShardWriter, CommitError> {

@@ -8,6 +8,7 @@ use rustix::fd::AsFd;
 use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue};
 
 /// Far longer than anything here takes.
+// time: what comes at all comes within this
 const STUCK: Duration = Duration::from_secs(20);
 
 /// A child process, killed at the end at the latest.
@@ -200,6 +201,7 @@ fn a_watcher_ends_its_process_when_another_one_is_killed() {
         let mut ends = [rustix::event::PollFd::new(&alive, rustix::event::PollFlags::IN)];
         let seconds = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
         assert_eq!(rustix::event::poll(&mut ends, Some(&seconds)).unwrap(), 1);
+        // time: the kernel ends the process at once; it would sleep for STUCK
         assert!(begin.elapsed() < Duration::from_secs(10));
     }
 }

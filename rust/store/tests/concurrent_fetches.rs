@@ -349,6 +349,7 @@ fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
         let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut check_cancelled);
         assert!(matches!(consumer.fetch(&wanted, &transport, &mut time_limit), Err(StoreError::Interrupted)));
         let late = within(0.1, |time_limit| consumer.fetch(&wanted, &transport, time_limit)).unwrap_err();
+        // time: over ten times the deadlines of 50 and 100 ms; the other limit is 60 s
         assert!(matches!(late, StoreError::TimedOut { .. }) && begin.elapsed() < Duration::from_secs(10));
         goes_on.store(true, Ordering::SeqCst);
     });

@@ -17,6 +17,7 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
     let begin = Instant::now();
     let error = within(0.2, |time_limit| owner.put(&[source()], time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { side: "storage", limit: 4_194_304, .. }), "{error}");
+    // time: ten times the deadline of 0.2 s
     assert!((0.2..2.0).contains(&begin.elapsed().as_secs_f64()));
     assert!(matches!(put(&owner, &[vec![0; 4 << 20]]), Err(StoreError::TooLarge { .. })));
     // Called off.

@@ -162,6 +162,7 @@ fn fetch_by(store: &TensorStore, ids: &[ShardId], answer: &Answer) -> Result<Vec
 fn wait_for_the_last_view(owner: &TensorStore) {
     let begin = Instant::now();
     while owner.stats().storage.memory.escaped_bytes > 0 {
+        // time: the kernel unmaps memory in milliseconds; what does not come never comes
         assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", owner.stats().storage.memory);
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -272,6 +273,7 @@ fn entries_of_a_killed_owner_can_be_dropped() {
     drop(views);
     let begin = Instant::now();
     while mappings() > 0 {
+        // time: the kernel unmaps memory in milliseconds; what does not come never comes
         assert!(begin.elapsed() < Duration::from_secs(30), "{}", mappings());
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -157,6 +157,7 @@ fn an_answer_that_breaks_off_is_asked_for_again_and_then_given_up_within_a_secon
     let liar = Liar::new(broken);
     let begin = Instant::now();
     let error = fetch(&liar, 20.0).unwrap_err();
+    // time: ten times the promised second; the fetch would try for 20 s
     assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
     let StoreError::Unreachable { id, owner, .. } = &error else { panic!("{error}") };
     assert_eq!((id.to_string().as_str(), owner), ("a", &liar.address));
@@ -191,6 +192,7 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
     let begin = Instant::now();
     let error = fetch(&liar, 0.3).unwrap_err();
     assert!(matches!(&error, StoreError::TimedOut { what } if what.contains(&*liar.address)), "{error}");
+    // time: over ten times the deadline of 0.3 s; the owner waits for 10 s
     assert!((0.3..5.0).contains(&begin.elapsed().as_secs_f64()), "{:?}", begin.elapsed());
 
     let liar = Liar::new(vec![Does::Waits(Duration::from_secs(10))]);
@@ -201,6 +203,7 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
     let mut time_limit = TimeLimit::new(begin + Duration::from_secs(10), &mut check_cancelled);
     let error = store.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut time_limit).unwrap_err();
     assert!(matches!(error, StoreError::Interrupted), "{error}");
+    // time: over ten times the 0.2 s; the owner waits for 10 s
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
 }
 
@@ -212,6 +215,7 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
         let begin = Instant::now();
         let error = fetch(&Liar::new(vec![Does::Drips(bytes, 20)]), 0.3).unwrap_err();
         assert!(timed_out(&error), "{what}: {error}");
+        // time: over ten times the deadline of 0.3 s
         assert!(begin.elapsed() < Duration::from_secs(5), "{what}: {:?}", begin.elapsed());
     }
     // Many shards, each of which comes at once.
@@ -222,6 +226,7 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let begin = Instant::now();
     let error =
         within(0.3, |time_limit| TensorStore::new(LIMITS).fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
+    // time: over ten times the deadline of 0.3 s
     assert!(timed_out(&error) && begin.elapsed() < Duration::from_secs(5), "{error}");
 
     let liar = Liar::new(vec![Does::Drips(answer(&body()), 20)]);
@@ -232,6 +237,7 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut check_cancelled);
     let error = store.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut time_limit).unwrap_err();
     assert!(matches!(error, StoreError::Interrupted), "{error}");
+    // time: over ten times the 0.2 s; the other limit is 60 s
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
 }
 
@@ -241,6 +247,7 @@ fn an_owner_that_only_announces_its_answer_is_given_up_at_the_deadline() {
     let begin = Instant::now();
     let error = fetch(&Liar::new(vec![announces]), 0.3).unwrap_err();
     assert!(matches!(&error, StoreError::TimedOut { .. }), "{error}");
+    // time: over ten times the deadline of 0.3 s; the owner goes on for ever
     assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
 }
 
@@ -269,6 +276,7 @@ fn several_owners_are_asked_at_once() {
     let begin = Instant::now();
     let views = within(10.0, |time_limit| store.fetch(&wanted, &Client::new(), time_limit)).unwrap();
     assert!(views.iter().all(|view| view.bytes() == pattern(1, LEN as usize)));
+    // time: one pause and 3 s of room; one after the other would take five pauses
     assert!(begin.elapsed() < 4 * pause, "{:?}", begin.elapsed());
 }
 
@@ -307,6 +315,7 @@ fn the_size_of_a_refusal_is_bounded() {
         let error = fetch(&Liar::new(vec![says]), 60.0).unwrap_err();
         assert!(matches!(error, StoreError::Refused { status: 500, .. }), "{error}");
         assert!(error.to_string().len() < 3000, "{}", error.to_string().len());
+        // time: an answer of a megabyte takes milliseconds; the fetch may take 60 s
         assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     }
 }
@@ -357,6 +366,7 @@ fn unreachable_addresses_fail_within_a_second() {
     };
     let (error, spent) = fetch(&free);
     assert!(matches!(&error, StoreError::Unreachable { owner, .. } if **owner == *free), "{error}");
+    // time: ten times the promised second
     assert!(spent < Duration::from_secs(10), "{spent:?}");
     for text in ["nowhere", "nowhere:", ":80", "nowhere:x", ""] {
         let (error, _) = fetch(text);
@@ -378,5 +388,6 @@ fn a_machine_that_does_not_answer_fails_within_a_second() {
     let wanted = [whole(&address.to_string(), &id, 3)];
     let error = within(20.0, |time_limit| store.fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
     assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("machine")), "{error}");
+    // time: ten times the promised second; the fetch may take 20 s
     assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
 }
