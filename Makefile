@@ -83,15 +83,15 @@ lint: $(STAMPS)/with-lint
 	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native; \
 	wait $$types
 
-# The libraries of the machine that builds do not matter: zig links against glibc 2.28. maturin builds the wheel from the
-# source distribution, and checks that the wheel needs no newer symbols and no other libraries.
-wheel: export CARGO_TARGET_DIR := $(CURDIR)/target
+# The libraries of the machine that builds do not matter: zig links against glibc 2.28, and maturin checks that the wheel
+# needs no newer symbols and no other libraries.
 wheel: $(STAMPS)/zig
 	@test -d "$$(rustc --print target-libdir --target $(TARGET))" \
 	    || $(call complain,rustc cannot build for $(TARGET): run \`rustup target add $(TARGET)\`)
 	rm -f dist/tundish-*_$(firstword $(subst -, ,$(TARGET))).whl dist/tundish-*.tar.gz
 	@# maturin finds zig as a module of the Python on PATH.
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --locked --zig --compatibility $(TAG) --target $(TARGET) --sdist --out dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --locked --zig --compatibility $(TAG) --target $(TARGET) --out dist
+	$(BIN)/maturin sdist --out dist
 
 release-check: wheel
 	$(PYTHON) .ci/release_check.py dist
