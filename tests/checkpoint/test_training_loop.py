@@ -424,6 +424,11 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         ({"model": [run.model]}, InvalidTypeError, "model is a list: give an nn.Module, or a dict"),
         ({"model": {"train": run.model}}, InvalidInputError, "model has the name 'train'"),
         ({"optimizer": {"a.b": run.optimizer}}, InvalidInputError, r"optimizer has the name 'a\.b'"),
+        (
+            {"optimizer": {"one": run.optimizer, "two": adamw(run.model)}},
+            InvalidInputError,
+            r"optimizer\.two has 7 parameters of another optimizer",
+        ),
         ({"optimizer": run.model}, InvalidTypeError, "optimizer is a Model: give a torch.optim.Optimizer"),
     ]
     with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:

@@ -1,7 +1,7 @@
 """The state of a training loop as one checkpoint: `Checkpointer.save` and `resume`.
 
-- The state dict has the weights under `model`, named as `get_model_state_dict` of torch does, and each optimizer's
-  state under `optimizer` or `optimizer.<name>`, named as `get_optimizer_state_dict` does.
+- The state dict has the weights under `model`, and each optimizer's state under `optimizer` or `optimizer.<name>`, with
+  the names of parameters that torch's `get_state_dict` gives.
 - The `rank_extra` of each rank has the states of its scheduler, scaler and loader, and its random states.
 
 Invariants:
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate
@@ -120,10 +120,11 @@ class _TrainingState:
             **_named("scaler", given.scaler),
             **_named("loader", given.loader),
         }
+        taken: set[int] = set()
         for key, one in self.optimizers.items():
             if not isinstance(one, torch.optim.Optimizer):
                 raise InvalidTypeError(f"{key} is {format_type(one)}: give a torch.optim.Optimizer")
-            _check_parameters(key, one, self.module)
+            _check_parameters(key, one, self.module, taken)
         for key, one in self.others.items():
             if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
                 advice = ""
@@ -145,10 +146,7 @@ class _TrainingState:
             raise InvalidInputError(
                 "there is no model to save: give model=; save_dcp saves tensors without one"
             )
-        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
-        for key, optimizer in self.optimizers.items():
-            state[key] = _optimizer_state(self.module, optimizer)
-        return state
+        return _state_dict(self.module, self.optimizers)
 
     def rank_extra(self, *, saves: int, rng: bool) -> dict[str, Any]:
         """The state of this rank alone.
@@ -243,10 +241,11 @@ class Resumption:
             for key in sorted(known - {*self._training.names})
         ]
         if self._training.module is not None and "model" in known:
-            self._state["model"] = self._weights(self._training.module, saved)
+            present = self._training.state_dict()
+            self._state["model"] = self._weights(present["model"], saved)
             for key, optimizer in self._training.optimizers.items():
                 if key in known:
-                    load = _OptimizerLoad(key, optimizer, self._training.module)
+                    load = _OptimizerLoad(key, optimizer, present[key]["param_groups"])
                     self._state[key] = load.target(saved)
                     self._differences += load.differences
                     self._optimizers.append(load)
@@ -299,8 +298,8 @@ class Resumption:
         self._choose_random(states.pop(_RANDOM), saved)
         return states
 
-    def _weights(self, module: nn.Module, saved: SavedState) -> dict[str, Any]:
-        weights = get_model_state_dict(module)
+    def _weights(self, weights: dict[str, Any], saved: SavedState) -> dict[str, Any]:
+        """The weights that the checkpoint has."""
         paths = flatten_state({"model": weights}).structure.paths
         there = {name for name, path in saved.paths.items() if path[0] == "model"}
         missing = [name for name in paths if name not in there]
@@ -356,18 +355,19 @@ class _OptimizerLoad:
     Args:
         key: its name in the state dict.
         optimizer: to load into.
-        module: has its parameters.
+        groups: its parameter groups with the names of parameters.
 
     Attributes:
         differences: from the checkpoint, once there is a target.
     """
 
-    def __init__(self, key: str, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    def __init__(
+        self, key: str, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.key = key
         self.differences: list[str] = []
         self._optimizer = optimizer
         # The names of the parameters of each group.
-        groups = _optimizer_state(module, optimizer)["param_groups"]
         self._names: list[list[str]] = [group["params"] for group in groups]
         self._parameters: dict[str, torch.Tensor] = {
             name: parameter
@@ -474,32 +474,58 @@ def _named(kind: str, given: Any) -> dict[str, Any]:
     return {f"{kind}.{name}": one for name, one in given.items()}
 
 
-def _check_parameters(key: str, optimizer: torch.optim.Optimizer, module: nn.Module | None) -> None:
+def _check_parameters(
+    key: str, optimizer: torch.optim.Optimizer, module: nn.Module | None, taken: set[int]
+) -> None:
+    """Refuse parameters that the model does not have, and those `taken` by other optimizers; add the others to them."""
     if module is None:
         raise InvalidInputError(
             f"{key} was given without a model, which names its parameters: give model= too"
         )
-    known = {id(parameter) for parameter in module.parameters()}
-    count = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    known = set(map(id, module.parameters()))
+    own = [id(one) for group in optimizer.param_groups for one in group["params"]]
+    count = sum(one not in known for one in own)
     if count:
         raise InvalidInputError(
             f"{key} has {format_count(count, 'parameter')} that the model does not have: give all modules that it "
             "trains, and make it after the model is sharded or wrapped"
         )
+    count = sum(one in taken for one in own)
+    if count:
+        raise InvalidInputError(
+            f"{key} has {format_count(count, 'parameter')} of another optimizer: give each parameter one optimizer"
+        )
+    taken.update(own)
 
 
-def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """torch's `get_optimizer_state_dict`, which makes the state of a new optimizer by a step; this does not."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    entries = [] if optimizer.state else parameters[:1]
-    for parameter in entries:
+def _state_dict(module: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    """The weights and the states of all optimizers, as torch's `get_state_dict` names them.
+
+    That makes the state of a new optimizer by a step; this does not.
+    """
+    if not optimizers:
+        return {"model": get_model_state_dict(module)}
+    entries = [
+        (optimizer, parameter)
+        for optimizer in optimizers.values()
+        if not optimizer.state
+        for parameter in [one for group in optimizer.param_groups for one in group["params"]][:1]
+    ]
+    for optimizer, parameter in entries:
         # torch takes any entry for a state.
         optimizer.state[parameter] = {}
     try:
-        state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+        weights, merged = get_state_dict(module, list(optimizers.values()))
     finally:
-        for parameter in entries:
+        for optimizer, parameter in entries:
             del optimizer.state[parameter]
+    states: Any = merged["state"]
+    groups: Any = iter(merged["param_groups"])
+    state: dict[str, Any] = {"model": weights}
+    for key, optimizer in optimizers.items():
+        own = [next(groups) for _ in optimizer.param_groups]
+        names = [name for group in own for name in group["params"]]
+        state[key] = {"state": {name: states[name] for name in names if name in states}, "param_groups": own}
     return state
 
 
