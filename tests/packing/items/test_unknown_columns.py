@@ -81,6 +81,14 @@ def test_a_stream_refuses_it_before_it_is_read(name: str, tmp_path: Path) -> Non
         assert item["input_ids"].tolist() == [1, 2, 3, 4] and "score" not in item
 
 
+def test_a_loader_passes_the_argument_on() -> None:
+    rows = rows_with(score=[0.5, 0.75])
+    with pytest.raises(InvalidInputError, match=r"has \['score'\], .* drop_columns="):
+        td.loader(rows, PLAN, batch_size=1)
+    (batch,) = td.loader(rows, PLAN, batch_size=1, drop_columns="unknown")
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4]] and "score" not in batch
+
+
 def test_a_generator_and_a_data_set_of_a_user_are_not_read_before_training() -> None:
     read: list[int] = []
 
