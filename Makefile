@@ -24,12 +24,12 @@ RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' 
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples .ci
 # Where `.ci/vocabulary.txt` holds.
-SPELLED := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
+SPELLED := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md Makefile mkdocs.yml Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
 # One more than there are processors, because tests wait at times. pytest uses at most 4 processes, to limit memory.
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .NOTPARALLEL:
-.PHONY: help demo test soak bench lint wheel release-check fuzz audit tools
+.PHONY: help demo test soak bench lint docs wheel release-check fuzz audit tools
 
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
@@ -37,6 +37,7 @@ help:
 	@echo 'make soak    long forms of the tests: kills, full disks, power cuts, all pairs, random cases (hours)'
 	@echo 'make bench   Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs, import layers, circles of Rust modules, layout, vocabulary'
+	@echo 'make docs    build the site into out/site, and refuse a broken link'
 	@echo 'make wheel   build one wheel for every Python from 3.11 on, and the source distribution, into dist/'
 	@echo 'make release-check   install the wheel into clean environments, and use every part there'
 	@echo 'make fuzz    fuzz plan folders, requests and shard headers, FUZZ_SECONDS each'
@@ -80,8 +81,12 @@ lint: $(STAMPS)/with-lint
 	$(BIN)/python .ci/rust_cycles.py; \
 	$(BIN)/python .ci/layout.py; \
 	$(BIN)/python .ci/test_times.py; \
+	$(BIN)/python .ci/words.py; \
 	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native; \
 	wait $$types
+
+docs: $(STAMPS)/with-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
 # The libraries of the machine that builds do not matter: zig links against glibc 2.28, and maturin checks that the wheel
 # needs no newer symbols and no other libraries.

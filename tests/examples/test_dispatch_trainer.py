@@ -1,4 +1,4 @@
-"""The example `examples/dispatch_trainer.py`: ranks train on what one reads, and other ones go on within the epoch."""
+"""`dispatch_trainer.py`: ranks train on what one reads, and other ones go on within the epoch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 def example(rank: int, line: Line) -> None:
     folder, options = line.hear()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(Path(__file__).parent))
     import contextlib
     import io
 

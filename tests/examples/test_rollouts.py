@@ -1,4 +1,4 @@
-"""The example `examples/rollouts.py`: four processes, and nothing is left in any."""
+"""`rollouts.py`: a job of reinforcement learning in four processes, and nothing is left in any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.distributed.programs import run
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts.py"
+EXAMPLE = Path(__file__).with_name("rollouts.py")
 
 
 def test_a_model_learns_and_memory_stays_flat() -> None:

@@ -110,6 +110,24 @@ def test_the_readme_has_python_examples() -> None:
     assert any(block.language == "python" for block in blocks(PAGES[0].read_text(encoding="utf-8")))
 
 
+def test_each_change_of_a_script_is_at_most_five_lines() -> None:
+    page = CHECKOUT / "docs" / "coming-from.md"
+    changes = [block for block in blocks(page.read_text(encoding="utf-8")) if block.language == "diff"]
+    assert len(changes) == 4
+    for change in changes:
+        signs = [line[0] for line in change.text.splitlines() if line]
+        assert 0 < signs.count("+") <= 5 and signs.count("-") <= 5, change.text
+
+
+def test_a_diff_is_run_before_and_after_its_change() -> None:
+    change = Block("diff", " kept = 1\n\n-old = kept\n+new = kept\n", 1)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    run_python(change.side("-"), Path("page.md"), before)
+    run_python(change.side("+"), Path("page.md"), after)
+    assert before["old"] == after["new"] == 1 and "new" not in before and "old" not in after
+
+
 def test_an_example_with_other_output_fails() -> None:
     with pytest.raises(AssertionError, match="Expected"):
         run_python(Block("python", ">>> 1 + 1\n3\n", 1), Path("page.md"), {})

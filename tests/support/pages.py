@@ -2,7 +2,8 @@
 
 A page is read from top to bottom. Its ```python blocks share their names, as a reader who types them in would; one with
 a title, as in ```python title="train.py", is saved under that name instead. Blocks of prompts (`>>>`) are also compared
-with what they print. Of its ```console blocks each line `$ tundish …` or `$ python …` is run and has to succeed.
+with what they print. Of its ```console blocks each line `$ tundish …` or `$ python …` is run and has to succeed. A
+```diff block is run twice, before its change and after it.
 
 Run: python -P pages.py PAGE ...
 """
@@ -40,6 +41,11 @@ class Block(NamedTuple):
     text: str
     line: int
     title: str | None = None
+
+    def side(self, sign: str) -> Block:
+        """The code of a diff before its change ("-") or after it ("+"); a line of the other side is empty."""
+        lines = [line[1:] if line[0] in (" ", sign) else "\n" for line in self.text.splitlines(keepends=True)]
+        return Block("python", "".join(lines), self.line)
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -81,6 +87,9 @@ def run_page(page: Path, run: Run) -> None:
         for block in blocks(page.read_text(encoding="utf-8")):
             if block.title is not None:
                 Path(block.title).write_text(block.text, encoding="utf-8")
+            elif block.language == "diff":
+                for sign in "-+":
+                    run_python(block.side(sign), page, vars(module))
             elif block.language in ("python", "pycon"):
                 run_python(block, page, vars(module))
             elif block.language == "console":

@@ -169,7 +169,7 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
         argument.
 
     Raises:
-        The errors of `vote`.
+        TundishError: as `vote`.
         InvalidInputError: on a rank whose variables are no numbers.
 
     Example:

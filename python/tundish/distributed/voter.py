@@ -162,7 +162,7 @@ class Voter:
             Whether any rank gave a `flag`, the same on all ranks.
 
         Raises:
-            The `error` given, on the rank that gave it.
+            Exception: `error`, on the rank that gave it.
             PeerFailedError: another rank failed or was killed. `rank` is the lowest of them; the message contains the
                 errors of up to eight ranks and names up to 64.
             VoteTimeoutError: a rank did not vote in time (`ranks` has the lowest 256 of them), or this rank came after
@@ -554,7 +554,7 @@ def vote(
         timeout: how long this rank waits for the others; seconds or a `timedelta`. None waits for as long as it takes.
 
     Raises:
-        The `error` given, on the rank that gave it.
+        Exception: `error`, on the rank that gave it.
         PeerFailedError: another rank failed or was killed. `rank` is the lowest of them; the message contains the
             errors of up to eight ranks.
         VoteTimeoutError: a rank did not vote in time (`ranks` names up to 256 of them), or this rank came after the
@@ -587,7 +587,7 @@ def agreed(
         The context manager of the block.
 
     Raises:
-        The errors of `vote`, at the end of the block.
+        TundishError: as `vote`, at the end of the block.
 
     Example:
         >>> with agreed("loading the data"):

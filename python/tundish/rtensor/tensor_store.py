@@ -523,15 +523,15 @@ class TensorStore:
     def storage_stats(self) -> dict[str, Any]:
         """Counts of the shards that this store stores.
 
-        Returns:
-            A dict with these counts:
+        - `num_tensors`, `total_bytes`: all stored tensors.
+        - `unclaimed_entries`, `unclaimed_bytes`: those that no step claims.
+        - `oldest_unclaimed_seconds`: the age of the oldest of them.
+        - `high_water_bytes`: the largest `total_bytes` so far.
+        - `memory`: bytes of allocated memory: `limit_bytes`; `used_bytes`; `idle_bytes`, kept for the next tensors;
+          `escaped_bytes`, of removed tensors that are still in use.
 
-            - `num_tensors`, `total_bytes`: all stored tensors.
-            - `unclaimed_entries`, `unclaimed_bytes`: those that no step claims; `oldest_unclaimed_seconds` is the age
-              of the oldest.
-            - `high_water_bytes`: the largest `total_bytes` so far.
-            - `memory`: bytes of allocated memory. `limit_bytes`; `used_bytes`; `idle_bytes`, kept for the next tensors;
-              `escaped_bytes`, of removed tensors that are still in use.
+        Returns:
+            A dict with these counts.
 
         Example:
             >>> import tundish as td

@@ -62,7 +62,7 @@ def scatter_batch(
         InvalidInputError: the number of batches is wrong, a rank that is not the source gave some, or the scatter is
             closed.
         InvalidTypeError, NotPicklableError: on the source, a batch cannot be sent; the message has its path.
-        Errors of the iteration over `batches`, on the source.
+        Exception: an error of the iteration over `batches`, on the source.
 
     Example:
         >>> import torch

@@ -360,7 +360,7 @@ class DispatchLoader(Generic[T_co]):
 
         Raises:
             InvalidInputError, InvalidTypeError: `epoch` is not a number from 0 on.
-            The errors of the loader's `set_epoch`, on the source.
+            Exception: an error of the loader's `set_epoch`, on the source.
 
         Example:
             >>> import tundish as td

@@ -23,22 +23,16 @@ Invariants:
 
 from __future__ import annotations
 
-from tundish.tree.flattening import Schema, flatten, flatten_with_addresses, unflatten, unflatten_unchecked
-from tundish.tree.layout import DLPACK_DTYPES, DLPACK_EXCHANGE, BufferLayout
-from tundish.tree.mapping import find_all, map  # noqa: A004 (as in other libraries of trees)
-from tundish.tree.tensors import NUMPY_DTYPES, Refusal
+# The names in `__all__` are public. The others, imported as themselves, are for the other parts of tundish.
+from tundish.tree.flattening import Schema, flatten, unflatten
+from tundish.tree.flattening import flatten_with_addresses as flatten_with_addresses
+from tundish.tree.flattening import unflatten_unchecked as unflatten_unchecked
+from tundish.tree.layout import DLPACK_DTYPES as DLPACK_DTYPES
+from tundish.tree.layout import DLPACK_EXCHANGE as DLPACK_EXCHANGE
+from tundish.tree.layout import BufferLayout as BufferLayout
+from tundish.tree.mapping import find_all as find_all
+from tundish.tree.mapping import map  # noqa: A004 (as in other libraries of trees)
+from tundish.tree.tensors import NUMPY_DTYPES as NUMPY_DTYPES
+from tundish.tree.tensors import Refusal as Refusal
 
-__all__ = [
-    "DLPACK_DTYPES",
-    "DLPACK_EXCHANGE",
-    "NUMPY_DTYPES",
-    "BufferLayout",
-    "Refusal",
-    "Schema",
-    "find_all",
-    "flatten",
-    "flatten_with_addresses",
-    "map",
-    "unflatten",
-    "unflatten_unchecked",
-]
+__all__ = ["Schema", "flatten", "map", "unflatten"]

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
@@ -138,8 +138,9 @@ class Program:
         self.wait()
 
 
-def run_ranks(words: Sequence[object], size: int = 2) -> list[subprocess.CompletedProcess[str]]:
-    """Run a program as all ranks of a job on one node, as torchrun does, which serves the store; to its end."""
+@contextlib.contextmanager
+def started_ranks(words: Sequence[object], size: int, **settings: Any) -> Iterator[list[Program]]:
+    """A program as all ranks of a job on one node, as torchrun starts it, which serves the store; killed at the end."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -151,23 +152,24 @@ def run_ranks(words: Sequence[object], size: int = 2) -> list[subprocess.Complet
         "LOCAL_WORLD_SIZE": str(size),
     }
     ranks = [
-        Program(
-            words,
-            env={**os.environ, **of_job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=PIPE,
-            stderr=PIPE,
-        )
+        Program(words, env={**os.environ, **of_job, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **settings)
         for rank in range(size)
     ]
     try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def run_ranks(words: Sequence[object], size: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program as all ranks of a job, to its end."""
+    with started_ranks(words, size, stdout=PIPE, stderr=PIPE) as ranks:
         said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
         return [
             subprocess.CompletedProcess(rank.args, rank.wait(), out, err)
             for rank, (out, err) in zip(ranks, said, strict=True)
         ]
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 def run(

@@ -1,9 +1,6 @@
 """Trains with the transformers Trainer on a stream that only rank 0 reads, and resumes in the middle of an epoch.
 
-    torchrun --standalone --nproc-per-node 2 examples/dispatch_trainer.py --out out/trainer
-    torchrun --standalone --nproc-per-node 2 examples/dispatch_trainer.py --out out/trainer --steps 40 --resume
-
-It needs `pip install 'tundish[hf]'` and no network. The data is a stream of generated sentences. Each rank trains on
+A script for tests. The data is a stream of generated sentences. Each rank trains on
 its own sentences, and all ranks together see each sentence once, also after resuming.
 
 The Trainer needs one method and one callback: `get_train_dataloader` returns the batches of a `DispatchLoader`, and the
@@ -81,7 +78,7 @@ class LoaderState(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"loader": self.loader.state_dict()}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 (arguments of the Trainer)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         known = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and known:
             self.loader.load_state_dict(known["attributes"]["loader"])

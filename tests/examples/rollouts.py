@@ -1,10 +1,11 @@
 """Reinforcement learning with batches as remote tensors, in four processes; memory stays flat.
 
-    python examples/rollouts.py --steps 20
+A long form of `examples/rl_step.py`, for tests: it reports memory and what is left.
+
+    python tests/examples/rollouts.py --steps 20
 
 Two rollout processes sample from a small model. A trainer with three roles (actor, critic, reference) consumes the
-samples. This process, the controller, has only handles and drains all others after each step. Needs `pip install
-'tundish[hf]'` and no network.
+samples. This process, the controller, has only handles and drains all others after each step.
 
 A sampled token is worth 1 if it is the one before plus one. The actor learns by REINFORCE with the critic's values as
 the baseline, and is held near the reference by their KL divergence.
