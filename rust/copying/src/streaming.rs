@@ -33,7 +33,7 @@ pub(crate) unsafe fn copy(queue: &CopyQueue, bytes: Range<usize>) {
         let [start, end] = [number, number + 1].map(|edge| bytes.end.min(bytes.start + edge * each));
         SerialCopy::over(queue.parts(start..end))
     });
-    // SAFETY: every stream has as many bytes left as are stored.
+    // SAFETY: every stream has as many bytes left as are stored; a processor with AVX has the fence.
     unsafe {
         loop {
             let run = streams.iter_mut().map(|stream| stream.prepare()).min().unwrap_or(0);
@@ -48,9 +48,9 @@ pub(crate) unsafe fn copy(queue: &CopyQueue, bytes: Range<usize>) {
                 store([stream.take(run)], run);
             }
         }
+        // Streaming stores are not ordered with others: without this another thread might read the old bytes.
+        _mm_sfence();
     }
-    // Streaming stores are not ordered with others: without this another thread might read the old bytes.
-    _mm_sfence();
 }
 
 /// Copies one after the other.
