@@ -62,9 +62,10 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     tokens, and twice the sample that was read last. A token takes 8 bytes, or 16 if samples have labels or masks of
     their own, and what the columns take.
 
-    In the workers of a `DataLoader`, each worker packs a part of the samples. A torch `IterableDataset` (those of
-    Hugging Face and of webdataset are) splits itself and is left alone. Of any other source, each worker reads all
-    samples and packs every `num_workers`-th.
+    A stream has no `len()`, because the number of packs is not known before the end. In the workers of a `DataLoader`,
+    each worker packs a part of the samples. A torch `IterableDataset` (those of Hugging Face and of webdataset are)
+    splits itself and is left alone. Of any other source, each worker reads all samples and packs every
+    `num_workers`-th.
 
     Args:
         samples: An iterable of samples: a streaming dataset, a list, an object whose `__iter__` makes a generator. A

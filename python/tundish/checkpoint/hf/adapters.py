@@ -249,8 +249,8 @@ def _of_transformers(model: Any) -> Adapters:
     return Adapters(model=model, base=model, adapters=(adapter,), metadata=metadata)
 
 
-# For each model and adapter: the names of its tensors in the file and in the model, and the key that they depend on.
-# peft may ask the hub whether the vocabulary was changed, which a training loop should not wait for at each save.
+# By model and adapter: the names of its tensors in the file and in the model, and the key that they depend on. They are
+# kept because peft may ask the hub whether the vocabulary was changed: no save should wait for that.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, dict[str, str]]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -75,7 +75,8 @@ class PackedCollator:
         use_cache: False is put into the batch, because transformers' models turn a cache on, and take the row for one
             long sequence then. None leaves it out, for models whose `forward` has no such argument.
         attention: "none" leaves it to the model to derive the pieces from positions or bounds. "mask" gives a causal
-            mask in which pieces do not see each other, for models that ignore positions; it is added to the scores.
+            mask in which pieces do not see each other, for models that ignore positions; it is added to the scores. A
+            function that takes booleans gets `batch["attention_mask"] == 0`.
             "flex" gives it as a `BlockMask` for FlexAttention, which `to` moves to a device with its document ids.
         loss_weights: "tokens" gives every learned token the weight 1. "samples" gives the learned tokens of a piece
             weights that sum to 1, so that every sample counts alike whatever its length. A sample that is cut counts
