@@ -42,6 +42,8 @@ FOLDERS = {
 }
 LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 PLOTS = re.compile(r"<!-- plots: (?P<part>\w+) -->")
+# A comment may hold code that only the tests run, which Markdown would show.
+COMMENT = re.compile(r"^<!--.*?-->$", re.DOTALL | re.MULTILINE)
 # Text, tundish ahead, tundish behind.
 COLORS = {"light": ("#333333", "#00796b", "#c2410c"), "dark": ("#d6d6d6", "#4db6ac", "#ff8a50")}
 
@@ -60,6 +62,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links out of docs/ to their pages, and put plots in their places."""
     markdown = PLOTS.sub(lambda found: plot_link(found["part"], page.file.src_uri), markdown)
+    markdown = COMMENT.sub("", markdown)
     return rewrite_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
 
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +49,10 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     # Pages and docstrings may leave tensors, which others count, and a server.
     td.rtensor.clear_node()
     td.rtensor.serve().close()
+    # And tundish's packing in TRL.
+    if "trl.trainer.sft_trainer" in sys.modules:
+        trainer, own = sys.modules["trl.trainer.sft_trainer"], sys.modules["trl.data_utils"]
+        trainer.pack_dataset = own.pack_dataset  # type: ignore[attr-defined]
 
 
 # peft asks transformers for it.
