@@ -31,9 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from python_corpus import Corpus, corpus_folder, open_corpus, prepare_corpus
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tundish as td
@@ -153,19 +151,11 @@ class Training:
     def __init__(self, corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> None:
         self.options = options
         self.tokens_of_a_step = plan.max_length * options.batch_size * dist.get_world_size()
-        loader = None
-        if dist.get_rank() == 0:
-            # The sampler yields all batches, as in a job of one process; the loader gives each to one rank.
-            sampler = td.PackedBatchSampler(plan, options.batch_size, rank=0, world_size=1, seed=options.seed)
-            loader = DataLoader(
-                td.PackedDataset(corpus, plan),
-                batch_sampler=sampler,
-                # Concatenates the packs of a batch to one row. position_ids start at 0 in each piece, by which
-                # transformers keeps attention within pieces.
-                collate_fn=td.PackedCollator(),
-            )
+        # All batches, as in a job of one process. A batch is one row of packs; position_ids start at 0 in each piece,
+        # by which transformers keeps attention within pieces.
+        loader = td.loader(corpus, plan, batch_size=options.batch_size, world_size=1, seed=options.seed)
         # Rank 0 reads, and every rank gets its own batches, one step ahead.
-        self.loader = td.DispatchLoader(loader)
+        self.loader = td.DispatchLoader(loader if dist.get_rank() == 0 else None)
         if not len(self.loader):
             sys.exit(f"{plan.num_tokens:,} tokens do not fill one step of {self.tokens_of_a_step:,}")
         torch.manual_seed(options.seed)
@@ -206,39 +196,21 @@ class Training:
         return losses
 
     def save(self, checkpointer: td.Checkpointer, step: int) -> None:
-        """Save an export and a DCP checkpoint. Both are written while training goes on."""
-        checkpointer.save_hf(step, self.model)
-        checkpointer.save_dcp(
-            step,
-            self.state(),
-            extra={"step": step},
-            rank_extra={"loader": self.loader.state_dict(), "schedule": self.schedule.state_dict()},
-        )
+        """Save what resuming needs, and an export. Both are written while training goes on."""
+        checkpointer.save(step, **self.state(), hf=True)
         self.exported = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def resume(self, checkpointer: td.Checkpointer) -> int:
         """Load the newest checkpoint and return its step."""
-        # An optimizer has no state before its first step; get_state_dict creates it.
-        state = self.state()
-        extra, rank_extras = checkpointer.load_dcp(state)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        # The loader's state is the same on all ranks, for any number of ranks.
-        mine = rank_extras[0]
-        self.loader.load_state_dict(mine["loader"])
-        self.schedule.load_state_dict(mine["schedule"])
-        step = int(extra["step"])
-        # Newer checkpoints of the interrupted run, perhaps of one kind only, are set aside.
-        checkpointer.discard_after(step)
-        return step
+        return checkpointer.resume(**self.state())
 
     def state(self) -> dict[str, Any]:
-        weights, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": weights, "optimizer": optimizer}
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.schedule,
+            "loader": self.loader,
+        }
 
 
 def compare(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
@@ -265,8 +237,6 @@ def model_config(vocabulary: int, max_length: int) -> LlamaConfig:
         num_key_value_heads=4,
         # Positions start at 0 in each piece, and no piece is longer than a pack.
         max_position_embeddings=max_length,
-        # With a key-value cache, position_ids would no longer separate the pieces.
-        use_cache=False,
     )
 
 
