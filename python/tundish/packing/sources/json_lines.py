@@ -10,6 +10,7 @@ import mmap
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,15 +45,18 @@ class JsonLinesFiles(NamedTuple):
         return concatenated(count_samples(lines, column, lines.describe) for lines in readers)
 
     def samples(self, column: str | None, columns: Sequence[str] | None) -> JsonLinesSamples:
-        return JsonLinesSamples(self.paths, column or INPUT_IDS, columns)
+        samples = JsonLinesSamples(self.paths, column or INPUT_IDS, columns)
+        # Finds the lines now: copies in the workers of a `DataLoader` get their places.
+        len(samples)
+        return samples
 
     def cached_samples(
         self, column: str | None, columns: Sequence[str] | None, cache: Path, progress: bool | None
     ) -> ArrowSamples:
         import_pyarrow("a cache of samples")
-        lines = self.samples(column, columns)
+        lines = JsonLinesSamples(self.paths, column or INPUT_IDS, columns)
         # One Arrow file for all: the lines need not have the same keys.
-        file = converted(cache, self.paths, lines.reads(), lines.tables, len(lines), progress)
+        file = converted(cache, self.paths, lines.reads(), lines.tables, lines.__len__, progress)
         return ipc_files([file]).samples(None, None)
 
 
@@ -67,11 +71,19 @@ class JsonLinesSamples(SampleRows):
         self._paths = list(paths)
         self._tokens = tokens
         self._columns = columns
-        self._starts = [_line_starts(path) for path in paths]
-        self._ends = list(itertools.accumulate(map(len, self._starts)))
         self._number_keys = _number_keys(paths[0]) if columns is None else set()
         self._files: dict[int, mmap.mmap] = {}
         self._kept: Kept[dict[str, Any]] = Kept(str(paths[0]))
+
+    @cached_property
+    def _starts(self) -> list[array[int]]:
+        """The first byte of each line of each file. Finding them reads all files, which a cache saves."""
+        return list(map(_line_starts, self._paths))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The number of samples up to the end of each file."""
+        return list(itertools.accumulate(map(len, self._starts)))
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -43,7 +43,7 @@ def converted(
     paths: Sequence[Path],
     reads: Sequence[Any],
     tables: Callable[[], Iterator[Any]],
-    rows: int,
+    rows: Callable[[], int],
     progress: bool | None,
 ) -> Path:
     """Return the Arrow file of the samples in some files. It is made if the cache does not have it.
@@ -54,7 +54,7 @@ def converted(
         reads: What is read of them, as JSON has it.
         tables: Gives the samples as tables of pyarrow, one after the other. It is called again if they turn out to have
             other columns or types than the first one.
-        rows: The number of samples, for the progress line.
+        rows: Gives the number of samples, for the progress line.
         progress: Show progress; by default on a terminal.
 
     Raises:
@@ -72,7 +72,7 @@ def converted(
         if not (entry / _DATA).exists():
             start = time.perf_counter()
             try:
-                _convert(entry, paths, identity, _counted(tables, rows, line))
+                _convert(entry, paths, identity, _counted(tables, rows(), line))
             except AlreadyExistsError:
                 # Without locks, another process was faster.
                 if not (entry / _DATA).exists():

@@ -165,12 +165,16 @@ class ParquetFiles(Tables):
                 [Path(table.where)],
                 names,
                 functools.partial(_tables_of, table, names),
-                sum(table.rows_of_blocks(names[0])),
+                functools.partial(_row_count, table, names[0]),
                 progress,
             )
             for table in self.tables
         ]
         return ipc_files(files).samples(names[0], names[1:])
+
+
+def _row_count(file: _ParquetFile, name: str) -> int:
+    return sum(file.rows_of_blocks(name))
 
 
 def _tables_of(file: _ParquetFile, names: Sequence[str]) -> Iterator[Any]:
