@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.packing.samples import BatchedRows, Rows
+from support.packing.samples import BatchedRows, Rows, make_nested
 from torch.utils.data import DataLoader, IterableDataset
 
 import tundish as td
@@ -40,7 +40,7 @@ def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
         (torch.ones(2).to_sparse(), "sample 1 of dataset 0 cannot be read as an array of token ids: can't convert"),
         (torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged),
          "sample 1 of dataset 0 is a nested tensor, which holds several tensors: give each as a sample of its own"),
-        ({"input_ids": torch.nested.nested_tensor([torch.ones(1)] * 2)},
+        ({"input_ids": make_nested()},
          "input_ids of sample 1 of dataset 0 is a nested tensor"),
         (torch.ones(1, 2, dtype=torch.int64), "sample 1 of dataset 0 is a Tensor of shape (1, 2): give one-dimensional "
          "token ids; a tokenizer gives rows with return_tensors=: leave that out, or take row [0]"),
@@ -101,9 +101,10 @@ def test_datasets_that_do_not_fit_are_refused(datasets: Any, kind: type[Exceptio
         td.PackedDataset(datasets, td.pack([1, 1, 1], 1))
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_refused_by_name(layout: torch.layout) -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=layout)
+@pytest.mark.parametrize(
+    "nested", [make_nested(), torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)]
+)
+def test_nested_tensors_are_refused_by_name(nested: torch.Tensor) -> None:
     pairs: list[tuple[Any, int]] = [(nested, 2), ([nested, nested], 2), ([nested], 1)]
     for given_datasets, samples in pairs:
         with pytest.raises(InvalidTypeError, match=r"is a nested tensor, .* unbind\(\)"):
