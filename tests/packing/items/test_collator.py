@@ -534,6 +534,9 @@ def test_for_plan_gives_all_batches_one_shape(options: dict[str, Any], batch_siz
         first = shapes(batches[0])
         assert all(shapes(batch) == first for batch in batches)
         assert first["input_ids"] == (1, 32 * batch_size)
+        by_dataset = td.PackedCollator.for_plan(packs, batch_size, return_dataset_id=True)
+        ids = [by_dataset([item])["dataset_id"].shape for item in dataset]
+        assert set(ids) == {(first["cu_seq_lens_q"][0] - 1,)}
         # There is room for a batch of the fullest packs, and for the padding.
         fullest = max(len(item["cu_seqlens"]) - 1 for item in dataset)
         assert first["cu_seq_lens_q"][0] >= fullest * batch_size + 2

@@ -84,10 +84,10 @@ class PackedCollator:
         pad_to: Tokens of every row, so that compiled models and CUDA graphs see one shape: packs of a batch ×
             `max_length` of the plan, which `for_plan` computes. A batch with more tokens is refused.
         pad_to_multiple_of: Pad each row to the next multiple of so many tokens; not with `pad_to`.
-        pad_pieces_to: Pieces that `cu_seq_lens_q` and `cu_seq_lens_k` have room for, the padding among them, so that
-            their shape is fixed, too: (pad_pieces_to + 1,). They end with repetitions of the last bound, which are
-            pieces without tokens, and `max_length_q` and `max_length_k` are `pad_to`. It needs `pad_to` and
-            `return_flash_attn_kwargs`.
+        pad_pieces_to: Pieces that `cu_seq_lens_q`, `cu_seq_lens_k` and `dataset_id` have room for, the padding among
+            them, so that their shapes are fixed, too. The bounds are (pad_pieces_to + 1,), and end with repetitions of
+            the last one, which are pieces without tokens; `max_length_q` and `max_length_k` are `pad_to`. It needs
+            `pad_to`, and `return_flash_attn_kwargs` or `return_dataset_id`.
         pad_token_id: The token of the padding.
 
     Raises:
@@ -142,19 +142,19 @@ class PackedCollator:
         self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
         if self.pad_to and self.pad_to_multiple_of:
             raise InvalidInputError("pad_to and pad_to_multiple_of exclude each other: give one of them")
-        if self.pad_pieces_to and not (self.pad_to and return_flash_attn_kwargs):
+        if self.pad_pieces_to and not (self.pad_to and (return_flash_attn_kwargs or return_dataset_id)):
             raise InvalidInputError(
-                "pad_pieces_to pads the bounds of flash attention in rows of one length: give pad_to and "
-                "return_flash_attn_kwargs=True, too"
+                "pad_pieces_to pads the bounds of flash attention and dataset_id in rows of one length: give pad_to, "
+                "and return_flash_attn_kwargs=True or return_dataset_id=True, too"
             )
 
     @classmethod
     def for_plan(cls, plan: PackPlan | PackMix, batch_size: int, **options: Any) -> Self:
         """Return a collator whose batches of a plan or mix all have one shape.
 
-        It sets `pad_to` to `batch_size` times the plan's `max_length`. With `return_flash_attn_kwargs=True` it also
-        sets `pad_pieces_to` to the most pieces that `batch_size` packs have, and one for the padding. Values of
-        `sample_columns` keep their shapes.
+        It sets `pad_to` to `batch_size` times the plan's `max_length`. With `return_flash_attn_kwargs=True` or
+        `return_dataset_id=True` it also sets `pad_pieces_to` to the most pieces that `batch_size` packs have, and one
+        for the padding. Values of `sample_columns` keep their shapes.
 
         Args:
             plan: The plan, or the mix.
@@ -194,7 +194,7 @@ class PackedCollator:
                 f"{_MOST_TOKENS}: choose a smaller batch_size"
             )
         pieces = None
-        if options.get("return_flash_attn_kwargs") is True:
+        if options.get("return_flash_attn_kwargs") or options.get("return_dataset_id"):
             plans = plan.plans if isinstance(plan, PackMix) else (plan,)
             pieces = packs * max(int(own.stats()["max_pieces_per_pack"]) for own in plans) + 1
         return cls(pad_to=tokens, pad_pieces_to=pieces, **options)
@@ -244,7 +244,9 @@ class PackedCollator:
             raise InvalidInputError(
                 f"the batch has {joined[-1]} tokens, and the int32 bounds of its pieces end at {_MOST_TOKENS}"
             )
-        cu_seqlens = joined.astype(np.int32)
+        cu_seqlens = bounds = joined.astype(np.int32)
+        if self.pad_pieces_to:
+            bounds = _padded_bounds(cu_seqlens, self.pad_pieces_to, padding)
         labels = _row(items, "labels", padding, IGNORED_LABEL)
         labels.numpy()[0, cu_seqlens[:-1]] = IGNORED_LABEL
         batch: dict[str, Any] = {
@@ -262,7 +264,7 @@ class PackedCollator:
         if self.return_seq_idx:
             batch["seq_idx"] = _piece_numbers(sizes)
         if self.return_dataset_id:
-            batch[_DATASET_ID] = _dataset_ids(items, self.pad_pieces_to or len(sizes))
+            batch[_DATASET_ID] = _dataset_ids(items, len(bounds) - 1)
         if self.loss_weights:
             learned = labels.numpy()[0] != IGNORED_LABEL
             weights, unlearned = token_weights(learned, pieces, self.loss_weights)
@@ -281,11 +283,10 @@ class PackedCollator:
         if self.return_flash_attn_kwargs:
             longest = max(padding, *(item["max_seqlen"] for item in items))
             if self.pad_pieces_to:
-                cu_seqlens = _padded_bounds(cu_seqlens, self.pad_pieces_to, padding)
-                longest = int(cu_seqlens[-1])
+                longest = int(bounds[-1])
             batch |= {
-                "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
-                "cu_seq_lens_k": torch.from_numpy(cu_seqlens.copy()),
+                "cu_seq_lens_q": torch.from_numpy(bounds),
+                "cu_seq_lens_k": torch.from_numpy(bounds.copy()),
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
