@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -262,6 +263,36 @@ def test_a_dispatch_loader_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> 
             ]
             job.expect_end()
     assert found == list(range(11))
+
+
+def read_packs(rank: int, line: Line) -> None:
+    root, size, steps = line.hear()
+    samples = [[number] * 4 for number in range(48)]
+    loader = td.loader(samples, td.pack([4] * 48, 8), batch_size=4 // size, seed=7)
+    model = nn.Linear(2, 2)
+    with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
+        start = checkpointer.resume(model=model, loader=loader)
+        batches = [batch["input_ids"].flatten().tolist() for batch in itertools.islice(loader, steps)]
+        checkpointer.save(start + 1, model=model, loader=loader)
+    line.say(batches)
+
+
+def global_batches(folder: Path, root: Path, size: int, steps: int) -> list[list[int]]:
+    """The samples of each step, on all ranks together."""
+    with Job(read_packs, size, folder) as job:
+        job.tell_all((root, size, steps))
+        told = [batches for (batches,) in job.hear_all()]
+        job.expect_end()
+    return [sorted(number for batch in step for number in batch) for step in zip(*told, strict=True)]
+
+
+def test_packs_go_on_at_the_next_global_batch_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    expected = global_batches(tmp_path, tmp_path / "whole", 1, 6)
+    assert sorted(number for step in expected for number in step) == [one // 4 for one in range(192)]
+    found = []
+    for size in (2, 1, 2):
+        found += global_batches(tmp_path, tmp_path / "root", size, 2)
+    assert found == expected
 
 
 def fail_on_one_rank(rank: int, line: Line) -> None:
