@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.dcp_states import World, assert_same, whole
 from support.checkpoint.sharded_models import SMALL
 from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed, nn
@@ -145,6 +146,27 @@ def test_a_killed_job_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
         assert start == first
         found |= losses
     assert found == expected
+
+
+def go_on_in_a_layout(rank: int, line: Line) -> None:
+    root, layout = line.hear()
+    world, resumed = World(layout), World(layout, seed=9)
+    world.train(2)
+    with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
+        checkpointer.save(2, model=world.model, optimizer=world.optimizer)
+        world.train(2)
+        checkpointer.resume(model=resumed.model, optimizer=resumed.optimizer)
+    check_placements(resumed.optimizer)
+    resumed.train(2)
+    assert_same(whole(resumed.state()), whole(world.state()))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp", "both"])
+def test_models_of_all_layouts_go_on(tmp_path: Path, layout: str) -> None:
+    """Most with a fused optimizer, which keeps its number of steps where the parameters are."""
+    with Job(go_on_in_a_layout, 2, tmp_path) as job:
+        job.tell_all((tmp_path / "root", layout))
+        job.expect_end()
 
 
 def save_llama(rank: int, line: Line) -> None:
