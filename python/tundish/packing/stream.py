@@ -251,6 +251,11 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         state = self._loaded if self._iteration is None else self._iteration.state()
         return StreamState(worker=None, epoch=epoch_of(self.samples)) if state is None else state
 
+    @property
+    def _open_packs(self) -> int:
+        """Packs whose tokens a state has."""
+        return 0 if self._iteration is None else len(self._iteration.packs)
+
     def _as_dict(self, state: StreamState) -> dict[str, Any]:
         return state.to_dict(self._options, self._reader)
 
@@ -340,7 +345,7 @@ class _Iteration:
         self._num_packs = stream._num_packs
         # Packs that were given out, and the pieces of those that were not, the oldest first.
         self._given = start.given
-        self._packs = deque(list(pack) for pack in start.packs)
+        self.packs = deque(list(pack) for pack in start.packs)
 
     def items(self) -> Iterator[dict[str, Any]]:
         own, worker = self._num_packs, self._start.worker
@@ -351,16 +356,16 @@ class _Iteration:
                 if own is not None:
                     raise self._ended_early(own)
                 return
-            pack = self._packs[0]
+            pack = self.packs[0]
             lengths = [len(piece.tokens) for piece in pack]
             item = self._builder.build(pack, [0] * len(pack), lengths, self._align)
             # Only now: positions may have failed, and a state taken then leads to this pack.
-            self._packs.popleft()
+            self.packs.popleft()
             self._given += 1
             yield item
 
     def state(self) -> StreamState:
-        packs = [list(pack) for pack in self._packs]
+        packs = [list(pack) for pack in self.packs]
         return self._start._replace(source=self._reader.state(), given=self._given, packs=packs)
 
     def _close_a_pack(self) -> bool:
@@ -369,14 +374,14 @@ class _Iteration:
             sample = self._reader.next()
             if sample is None:
                 # Only hard packing has drop_last, and only its last pack may be short.
-                return bool(self._packs) and not self._drop_last
+                return bool(self.packs) and not self._drop_last
             placed = self._packer.place(sample.number, len(sample.tokens))
             # All pieces first: if one is refused, none is in a pack.
             pieces = [self._builder.detached(sample, start, stop) for _, start, stop in placed]
             for (pack, _, _), piece in zip(placed, pieces, strict=True):
-                while pack - self._given >= len(self._packs):
-                    self._packs.append([])
-                self._packs[pack - self._given].append(piece)
+                while pack - self._given >= len(self.packs):
+                    self.packs.append([])
+                self.packs[pack - self._given].append(piece)
             self._reader.take()
         return True
 

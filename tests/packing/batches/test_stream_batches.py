@@ -79,18 +79,18 @@ def test_batches_are_those_of_a_data_loader(source: str, workers: int) -> None:
 @pytest.mark.parametrize(
     ("source", "workers", "every"),
     [
-        *zip(SOURCES, itertools.repeat(2), itertools.cycle([1, 3, 32])),
-        ("rows", 2, 1),
-        ("rows", 2, 32),
-        ("HF", 2, 3),
-        ("rows", 0, 32),
-        ("HF", 0, 32),
+        *zip(SOURCES, itertools.repeat(2), itertools.cycle([0, 1, 8])),
+        ("rows", 2, 0),
+        ("rows", 2, 8),
+        ("HF", 2, 1),
+        ("rows", 0, 8),
+        ("HF", 0, 8),
     ],
 )
 def test_a_state_leads_to_the_batch_after_the_last_one_given(
     source: str, workers: int, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tundish.packing.batches.stream_batches._BATCHES_A_STATE", every)
+    monkeypatch.setattr("tundish.packing.batches.stream_batches._PACKS_A_STATE", every)
     loader = make(source, workers)
     expected = [*loader, *loader]
     epoch = len(list(make(source, workers)))

@@ -21,9 +21,12 @@ from tundish.packing.batches.sampler import running_ranks
 from tundish.packing.stream import PackedStream, StreamState, own_packs
 from tundish.packing.stream_source import Worker, epoch_of
 
-# A state may have more bytes than a batch, so a worker sends it with every so many batches. A resume reads the packs
-# since then again.
-_BATCHES_A_STATE = 32
+# A state has the tokens of all open packs. A worker sends one when it gave so many packs for each of them, which costs a
+# few percent of what making the packs costs; with every batch it would take longer than all else. A resume reads the
+# packs since then again.
+_PACKS_A_STATE = 8
+# Without workers a state is not sent, and is taken with every so many batches.
+_BATCHES_A_STATE = 4
 
 
 class StreamSource:
@@ -172,7 +175,7 @@ class _Part:
         return None if self._dict is None else dict(self._dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Mark:
     """What a worker says with a batch.
 
@@ -234,12 +237,10 @@ class _StreamBatches(IterableDataset[Any]):
         info = get_worker_info()
         parts, next_worker = self.start
         number = 0 if info is None else info.id
-        # Without workers nothing is sent, and a state costs little.
-        batches_a_state = 1 if info is None else _BATCHES_A_STATE
-        return self._marked(number, *parts[number], batches_a_state, waits=number < next_worker)
+        return self._marked(number, *parts[number], waits=number < next_worker, sends=info is not None)
 
     def _marked(
-        self, number: int, state: StreamState | None, packs: int, batches_a_state: int, *, waits: bool
+        self, number: int, state: StreamState | None, packs: int, *, waits: bool, sends: bool
     ) -> Iterator[tuple[Any, _Mark | None]]:
         stream = self._stream
         if state is not None:
@@ -257,6 +258,6 @@ class _StreamBatches(IterableDataset[Any]):
             made += 1
             packs += len(batch)
             taken = None
-            if made % batches_a_state == 0:
+            if packs >= _PACKS_A_STATE * stream._open_packs if sends else made % _BATCHES_A_STATE == 0:
                 taken, packs = stream._state(), 0
             yield collated, _Mark(number, packs, taken)
