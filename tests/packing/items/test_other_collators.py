@@ -189,3 +189,24 @@ def test_items_without_their_datasets_are_refused_only_if_asked_for() -> None:
     for named in ({"columns": {"dataset_id": 0}}, {"sample_columns": ["dataset_id"]}):
         with pytest.raises(InvalidInputError, match="rename the column"):
             td.PackedDataset(rows, PLAN, **named)
+
+
+class CheckedTrainer(td.hf.TundishTrainerMixin, Trainer):  # type: ignore[misc]
+    pass
+
+
+def test_the_mixin_refuses_a_cache_that_the_collator_does_not_turn_off(tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    arguments.remove_unused_columns, arguments.use_cache = False, True
+    losses = []
+    for collator in (td.PackedCollator(), td.PackedCollator(use_cache=None, attention="mask")):
+        trainer = CheckedTrainer(
+            small_llama(40), arguments, train_dataset=td.PackedDataset(SAMPLES, PLAN), data_collator=collator
+        )
+        losses.append(trainer.train().training_loss)
+    assert abs(losses[0] - losses[1]) < 1e-5
+    trainer.data_collator = td.PackedCollator(use_cache=None)
+    with pytest.raises(InvalidInputError, match="arguments have use_cache=True"):
+        trainer.train()

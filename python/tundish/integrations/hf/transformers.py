@@ -36,6 +36,7 @@ from tundish.checkpoint import (
 )
 from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, missing_extra
+from tundish.packing import PackedCollator
 
 try:
     from transformers.trainer import TRAINER_STATE_NAME, Trainer
@@ -154,13 +155,15 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         Raises:
             NotFoundError: There is no checkpoint to resume from. `save_only_model` writes none.
             StepExistsError: A new run would start in a folder with checkpoints of an earlier run.
-            InvalidInputError: `hub_strategy` pushes during training.
+            InvalidInputError: `hub_strategy` pushes during training. Or the arguments turn on a cache, and a
+                `PackedCollator` does not turn it off.
         """
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise InvalidInputError(
                 f"hub_strategy is {self.args.hub_strategy.value!r}, but TundishTrainerMixin does not push during "
                 "training: use 'end', or push from an on_published callback in checkpointer_options"
             )
+        self._check_collator()
         if self.args.save_strategy != SaveStrategy.NO:
             refuse_mixed(self.model)
             if self.args.load_best_model_at_end:
@@ -231,6 +234,20 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 "train without resume_from_checkpoint into another output_dir",
                 str(Path(self.args.output_dir).absolute()),
             ) from error
+
+    def _check_collator(self) -> None:
+        """Refuse a cache with which the pieces of a pack would see each other."""
+        collator = self.data_collator
+        if (
+            isinstance(collator, PackedCollator)
+            and collator.use_cache is None
+            and collator.attention == "none"
+            and getattr(self.args, "use_cache", False)
+        ):
+            raise InvalidInputError(
+                "the arguments have use_cache=True, with which the model would take the pieces of a pack for one "
+                "sequence: leave use_cache=None out of the PackedCollator, or use_cache=True out of the arguments"
+            )
 
     # ---- Methods of the Trainer that are replaced ----
 

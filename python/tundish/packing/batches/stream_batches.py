@@ -21,8 +21,8 @@ from tundish.packing.batches.sampler import running_ranks
 from tundish.packing.stream import PackedStream, StreamState, own_packs
 from tundish.packing.stream_source import Worker, epoch_of
 
-# A state has the tokens of all open packs. A worker sends one when it gave so many packs for each of them, which costs a
-# few percent of what making the packs costs; with every batch it would take longer than all else. A resume reads the
+# A state has the tokens of all open packs. A worker sends one when it gave so many packs for each of them, which costs
+# a few percent of what making the packs costs; with every batch it would take longer than all else. A resume reads the
 # packs since then again.
 _PACKS_A_STATE = 8
 # Without workers a state is not sent, and is taken with every so many batches.
