@@ -115,7 +115,7 @@ class BatchReader:
             more = itertools.repeat(None) if self._tail == "short" else itertools.cycle(tuple(batches))
             batches.extend(itertools.islice(more, self._width - new))
         # At its end, a loader's state may be that of a new epoch.
-        takes_state = self._is_stateful and (not self._is_over or advances_epoch(self._loader))
+        takes_state = self._is_stateful and not self._is_over
         state = copy.deepcopy(self._loader.state_dict()) if takes_state else None  # type: ignore[attr-defined]
         return StepBatches(batches, new, state)
 
@@ -225,7 +225,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def advances_epoch(loader: Any) -> bool:
-    """Whether a loader goes to the next epoch itself, and only when the next iteration begins, as `td.loader` does."""
+    """Whether a loader goes to the next epoch after each iteration, as `td.loader` does: its order depends on it."""
     return bool(getattr(loader, "advances_epoch", False))
 
 

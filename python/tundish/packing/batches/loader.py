@@ -219,7 +219,7 @@ class PackLoader:
         (2, 6)
     """
 
-    # Tells a DispatchLoader that the order depends on the epoch, and that the state at an epoch's end is still its own.
+    # Tells a DispatchLoader that the order depends on the epoch.
     advances_epoch = True
 
     def __init__(
