@@ -483,3 +483,11 @@ def test_ctrl_c_while_the_loader_reads_on_the_caller_s_thread_closes_it() -> Non
             numbers(loader)
     with pytest.raises(InvalidInputError, match="this DispatchLoader is closed: make a new one on all ranks"):
         iter(loader)
+
+
+def test_an_epoch_of_a_loader_of_packs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    samples = [{"input_ids": [1, 2, 3]}] * 8
+    packs = td.loader(samples, td.pack([3] * 8, 6), batch_size=2, world_size=1)
+    with caplog.at_level("INFO", "tundish"), td.DispatchLoader(packs) as loader:
+        assert len(list(loader)) == 2
+    assert [record.name for record in caplog.records if "epoch" in record.message] == ["tundish.scatter"]

@@ -237,6 +237,8 @@ class PackLoader:
         # Whether the newest iteration ended, and whether it gave its last batch: the next one goes through the next
         # epoch.
         self._is_complete = self._gave_last = False
+        # A `DispatchLoader` over it logs epochs itself.
+        self.logs_epochs = True
         self._batches = 0
         self._next_seconds = 0.0
         self.is_padding = False
@@ -423,7 +425,7 @@ class PackLoader:
         if progress is not self._progress:
             # Another iteration was begun since, or the loader went to another epoch.
             return
-        if batches and self._source.logs():
+        if batches and self.logs_epochs and self._source.logs():
             _logger.info(
                 "epoch %d: %s in %.1f s, of which the loop waited %.1f s for them",
                 self.epoch,
