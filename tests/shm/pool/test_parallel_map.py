@@ -148,7 +148,7 @@ def test_with_return_exceptions_each_item_of_a_dead_workers_chunk_gives_the_erro
 
 def test_the_end_of_the_pool_ends_a_map_that_returns_exceptions() -> None:
     with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
-        results = pool.map([0.01] * 100, chunksize=1, return_exceptions=True)
+        results = pool.map([0.0, 1.0, 1.0, 1.0], chunksize=1, return_exceptions=True)
         next(results)
         pool.shutdown(cancel=True)
         with pytest.raises(td.errors.PoolError, match="shut down"):
