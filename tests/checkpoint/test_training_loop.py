@@ -383,6 +383,10 @@ def test_what_differs_is_refused_by_name_before_anything_is_loaded(tmp_path: Pat
             {**run.objects, "optimizer": torch.optim.AdamW(run.model.middle.parameters())},
             r"parameter group 0 of optimizer differs: only in it embedding\.weight, frozen",
         ),
+        (
+            {**run.objects, "optimizer": torch.optim.Adam(run.model.parameters()), "scheduler": None},
+            "optimizer is of the class AdamW in it, and Adam here",
+        ),
     ]
     with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
         checkpointer.save(1, **run.objects, blocking=True)
@@ -391,6 +395,16 @@ def test_what_differs_is_refused_by_name_before_anything_is_loaded(tmp_path: Pat
                 checkpointer.resume(**objects)
     assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
     assert not other.optimizer.state
+
+
+def test_without_strict_an_optimizer_of_another_class_begins_anew(tmp_path: Path) -> None:
+    run = Run(adamw)
+    run.steps(2)
+    other = torch.optim.SGD(run.model.parameters(), 0.25, momentum=0.5)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        checkpointer.save(1, model=run.model, optimizer=run.optimizer, blocking=True)
+        assert checkpointer.resume(model=run.model, optimizer=other, strict=False) == 1
+    assert not other.state and other.param_groups[0]["lr"] == 0.25 and "betas" not in other.param_groups[0]
 
 
 def test_without_strict_the_rest_is_loaded_and_the_log_names_what_was_left_out(

@@ -122,6 +122,17 @@ def test_a_text_begins_and_ends_once() -> None:
     assert tokens[0] == begin and begin not in tokens[1:]
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_end_that_a_text_has_more_than_once_stays(adds: bool) -> None:
+    tokenizer = text_tokenizer(add_bos_token=adds, add_eos_token=adds)
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    (text,) = td.hf.tokenize(Dataset.from_dict({"text": ["<s><s>blue</s></s>"]}), tokenizer)
+    assert text["input_ids"].count(begin) == text["input_ids"].count(end) == 2
+    pair = Dataset.from_dict({"prompt": ["blue</s>"], "completion": ["</s>"]})
+    (sample,) = td.hf.tokenize(pair, tokenizer)
+    assert sample["input_ids"][-2:] == [end] * 2 and sample["completion_mask"][-2:] == [0, 1]
+
+
 def test_a_border_that_tokens_merge_across_is_named_once(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ from tundish.errors import (
 _logger = logging.getLogger("tundish.checkpoint")
 
 # Entries of `rank_extra` beside the states of single objects.
-_RANDOM, _SAVES = "random", "saves"
+_RANDOM, _SAVES, _OPTIMIZERS = "random", "saves", "optimizers"
 # A message names so many differences.
 _MOST_NAMED = 5
 
@@ -156,7 +156,8 @@ class _TrainingState:
             rng: whether to keep the random states.
         """
         states = {key: given.state_dict() for key, given in self.others.items()}
-        return {**states, _RANDOM: random_states() if rng else None, _SAVES: saves}
+        kinds = {key: type(optimizer).__qualname__ for key, optimizer in self.optimizers.items()}
+        return {**states, _RANDOM: random_states() if rng else None, _SAVES: saves, _OPTIMIZERS: kinds}
 
 
 def _plan_save(
@@ -215,6 +216,8 @@ class Resumption:
         self._saved: SavedState | None = None
         self._state: dict[str, Any] = {}
         self._optimizers: list[_OptimizerLoad] = []
+        # The classes of the optimizers that were saved, by name.
+        self._kinds: dict[str, str] = {}
         # The states of the other objects, by name.
         self._own: dict[str, Any] = {}
         self._random: Callable[[], None] | None = None
@@ -244,7 +247,11 @@ class Resumption:
             present = self._training.state_dict()
             self._state["model"] = self._weights(present["model"], saved)
             for key, optimizer in self._training.optimizers.items():
-                if key in known:
+                here = type(optimizer).__qualname__
+                if key in known and here != (there := self._kinds.get(key, here)):
+                    # Another class gives other meanings to the same settings and tensors.
+                    self._differences.append(f"{key} is of the class {there} in it, and {here} here")
+                elif key in known:
                     load = _OptimizerLoad(key, optimizer, present[key]["param_groups"])
                     self._state[key] = load.target(saved)
                     self._differences += load.differences
@@ -295,6 +302,7 @@ class Resumption:
             return {} if found is None else {"rank_extra": found}
         states = dict(found)
         self.saves = states.pop(_SAVES)
+        self._kinds = states.pop(_OPTIMIZERS)
         self._choose_random(states.pop(_RANDOM), saved)
         return states
 

@@ -73,6 +73,9 @@ SHAPE_ADVICE = "a tokenizer gives rows with return_tensors=: leave that out, or 
 # As `drop_columns`: all keys that are not known.
 _UNKNOWN = "unknown"
 
+# A key whose name holds one of these may say what is learned: it is left out only if `drop_columns` lists it.
+_WORDS_OF_LOSS = ("mask", "label", "weight", "target", "advantage")
+
 # What to do about samples that have no `input_ids`.
 TOKENIZE_HINT = "td.hf.tokenize makes input_ids of text, of prompt and completion, or of messages"
 
@@ -324,6 +327,13 @@ class SampleReader:
             )
         if unknown and not self._drops_unknown:
             raise _unknown_keys(unknown, where, padding_of)
+        if doubtful := [key for key in unknown if any(word in str(key).lower() for word in _WORDS_OF_LOSS)]:
+            raise InvalidInputError(
+                f"{where} has {_listed(doubtful)}, which by the name may say what is learned, and which "
+                f"drop_columns={_UNKNOWN!r} leaves to you; the masks that PackedDataset knows are "
+                f"{', '.join(MASK_KEYS)}: rename it to one of them, carry it with columns, or list in drop_columns all "
+                "names to leave out"
+            )
         masks = tuple(key for key in MASK_KEYS if key in keys)
         constants = tuple(key for key in CONSTANT_KEYS if key in keys and key not in self._named)
         is_plain = not (masks or constants or self._named)

@@ -50,7 +50,7 @@ def refused_later(rank: int, line: Line) -> None:
         assert kind == "InvalidInputError", text
         for _ in range(2):
             kind, text, _ = outcome(lambda: td.scatter_batch(None))
-            assert kind == "PeerFailedError" and "rank 1 made a call that was refused" in text, text
+            assert kind == "PeerFailedError" and "rank 1 passed a bad group, src or replicate" in text, text
         line.say("refused")
     else:
         line.hear()

@@ -152,6 +152,16 @@ def test_keys_with_a_meaning_are_refused_with_what_to_remove() -> None:
     assert found["labels"].tolist() == [-100, 2, 3, -100] and "id" not in found
 
 
+@pytest.mark.parametrize("name", ["assistant_mask", "Labels", "token_weights", "target_ids"])
+def test_what_may_say_what_is_learned_is_left_out_only_by_its_name(name: str) -> None:
+    rows = rows_with(**{name: [[0, 1], [0, 1]], "id": ["a", "b"]})
+    with pytest.raises(
+        InvalidInputError, match=rf"has \['{name}'\], which by the name may say what is learned"
+    ):
+        td.PackedDataset(rows, PLAN, drop_columns="unknown")
+    assert td.PackedDataset(rows, PLAN, drop_columns=[name, "id"])[0]["labels"].tolist() == [1, 2, 3, 4]
+
+
 def test_columns_that_a_hf_dataset_does_not_show_are_not_read() -> None:
     table = hf.Dataset.from_list(rows_with(score=[1, 2]))
     chosen = table.with_format("numpy", columns=["input_ids"])

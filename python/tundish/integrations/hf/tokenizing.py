@@ -303,14 +303,15 @@ class _Tokenization:
             texts = [
                 text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token for text in texts
             ]
-        found = []
-        for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
-            # A tokenizer that adds a beginning or an end does so also where the text has it, and to prompts.
-            start = int(begin is not None and ids[:2] == [begin] * 2 and text.startswith(tokenizer.bos_token))
-            own_ends = [end] if text.endswith(tokenizer.eos_token) else []
-            has_added_end = len(ids) > start + 1 and ids[-1 - len(own_ends) :] == [*own_ends, end]
-            found.append(ids[start : len(ids) - has_added_end])
-        return found
+        # A tokenizer that adds a beginning or an end does so also where the text has it, and to prompts.
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        special = tokenizer("a")["input_ids"]
+        adds_begin = begin is not None and special == [begin, *plain, *special[len(plain) + 1 :]]
+        adds_end = special == [*special[: -len(plain) - 1], *plain, end]
+        return [
+            ids[adds_begin and text.startswith(tokenizer.bos_token) : len(ids) - adds_end]
+            for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True)
+        ]
 
     def _encode_chats(
         self, chats: Sequence[Any], settings: Sequence[dict[str, Any]], **options: Any

@@ -27,6 +27,7 @@ from tundish.errors import (
     LoaderHasNoDatasetError,
     PlanMismatchError,
     StateMismatchError,
+    format_count,
     format_type,
 )
 from tundish.packing.arguments import as_integer, check_flag
@@ -173,6 +174,11 @@ def loader(
             drop_last=drop_last,
             group_by_longest=group_by_longest,
         )
+        if not len(sampler):
+            raise InvalidInputError(
+                f"an epoch has no batch: the plan has {format_count(len(dataset), 'pack')}, and a step takes "
+                f"{sampler.global_batch} on all ranks. Give more samples, a smaller batch_size, or leave out drop_last"
+            )
         ranks = running_ranks()[1]
         if batches_a_step and sampler.world_size != ranks:
             raise InvalidInputError(
