@@ -268,9 +268,9 @@ class DispatchLoader(Generic[T_co]):
                     is_source=is_source,
                     is_whole_job=len(participants.ranks) == len(job.ranks),
                 )
-                if hasattr(dataloader, "logs_epochs"):
+                if hasattr(self._loader, "logs_epochs"):
                     # Its lines would have the waits of the thread that reads it, and not those of training.
-                    dataloader.logs_epochs = False
+                    self._loader.logs_epochs = False
                 self._tail: Tail = tail
                 # Refused here, and not when the first batches are skipped.
                 ProgressLine("dispatch", progress).close()
