@@ -133,6 +133,14 @@ def test_an_end_that_a_text_has_more_than_once_stays(adds: bool) -> None:
     assert sample["input_ids"][-2:] == [end] * 2 and sample["completion_mask"][-2:] == [0, 1]
 
 
+@pytest.mark.parametrize("marker", ["{%+ generation %}", "{%- generation -%}", "{%generation%}"])
+def test_a_marker_may_say_what_happens_to_spaces(marker: str) -> None:
+    tokenizer = text_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", marker)
+    (sample,) = td.hf.tokenize(Dataset.from_list(draw_messages(1)), tokenizer)
+    assert 0 < sum(sample["assistant_masks"]) < len(sample["assistant_masks"])
+
+
 def test_a_border_that_tokens_merge_across_is_named_once(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -375,8 +375,8 @@ def test_it_counts_and_logs_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
             "num_items_in_batch counts over all 1 ranks",
         ),
         ({"group_by_longest": True, "shuffle": False}, InvalidInputError, "needs shuffle=True"),
-        ({"prefetch_factor": 2}, ValueError, "num_workers > 0"),
-        ({"bath_size": 2}, TypeError, "bath_size"),
+        ({"prefetch_factor": 2}, InvalidInputError, "num_workers > 0"),
+        ({"bath_size": 2}, InvalidTypeError, "td.loader has no argument 'bath_size'"),
         # A loop over no batch would train nothing.
         (
             {"samples": [], "plan": td.pack([], 16)},

@@ -35,7 +35,7 @@ _REFUSED = {
     "documents": "chats with documents are not supported: remove the column, or put them into the messages",
     "functions": "rename the column to tools, or remove it",
 }
-_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def tokenize(

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import time
@@ -130,7 +131,13 @@ def loader(
         >>> [batch["input_ids"].tolist() for batch in loader]
         [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]
     """
+    if unknown := [name for name in options if name not in inspect.signature(PackedDataset).parameters]:
+        raise InvalidTypeError(
+            f"td.loader has no argument {', '.join(map(repr, unknown))}, nor has PackedDataset"
+        )
     workers = as_integer(num_workers, "num_workers", 0, _MOST_WORKERS)
+    if prefetch_factor is not None and not workers:
+        raise InvalidInputError("prefetch_factor is for workers: give num_workers > 0 too, or leave it out")
     check_flag(shuffle, "shuffle")
     check_flag(drop_last, "drop_last")
     collate = PackedCollator() if collator is None else collator
