@@ -110,7 +110,7 @@ def loader(
         num_items_in_batch: Add the number of learned tokens of a step, on all ranks, to each batch, as the float
             `num_items_in_batch`: see `td.packing.num_items_in_batch`. It counts over so many batches, one for each
             accumulation step; True is 1. Asking for a batch is then collective over the job's ranks, which must make
-            the same number of steps.
+            the same number of steps. Take states after whole groups: a resumed loader begins a new one.
         pin_memory: As in torch's `DataLoader`.
         prefetch_factor: As in torch's `DataLoader`.
         multiprocessing_context: As in torch's `DataLoader`.
