@@ -312,7 +312,10 @@ def test_the_state_of_a_stream_with_other_options_is_refused(option: str, value:
     options = ORDERED | carried("rows") | {option: value}
     if value == "sequential":
         del options["window"]
-    stream = td.PackedStream(draw_samples(LENGTHS, "rows"), drop_columns="unknown", **options)
+    dropped = (
+        {"columns": ["weight", "kind"], "sample_columns": ["name"]}.get(option) if value is None else None
+    )
+    stream = td.PackedStream(draw_samples(LENGTHS, "rows"), drop_columns=dropped, **options)
     with pytest.raises(
         StateMismatchError, match=f"the state is of a stream with {option}=.* this one has {option}="
     ):
