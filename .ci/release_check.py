@@ -107,7 +107,7 @@ def install_torch(python: Path, wanted: str, *, may_be_cuda: bool) -> None:
 
 
 def check_wheel(python: Path, wheel: Path, torch: str | None, *, may_be_cuda: bool) -> str:
-    """Install the wheel, use every part, and run the pages; returns what was used."""
+    """Install the wheel, use every part and run the pages. Return the versions that were used."""
     if torch is None:
         call(python, "-m", "pip", "install", "--quiet", *WITHOUT_TORCH)
         call(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel)

@@ -79,7 +79,7 @@ class ExamplesSection(griffe.Extension):
 
 
 def copies() -> Iterator[tuple[str, str]]:
-    """The files of the checkout that are pages; what is not Markdown is shown as text."""
+    """The files of the checkout that are pages. A file that is not Markdown is shown as text."""
     for source, page in COPIED.items():
         # An index after another one is no link.
         text = (CHECKOUT / source).read_text(encoding="utf-8").replace("][", "]\\[")

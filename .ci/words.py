@@ -31,7 +31,7 @@ def words(path: Path) -> int:
 
 
 def problems(checkout: Path) -> Iterator[str]:
-    """What is too long, a line each."""
+    """One line for each page that is too long, and one if all together are."""
     counts = {path: words(path) for path in pages(checkout)}
     for path, count in counts.items():
         if count > MOST_OF_A_PAGE:
